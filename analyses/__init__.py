@@ -1,0 +1,1 @@
+"""What the numbers mean: tunnels, manifolds, dynamics, interventions, reports and the command line."""

@@ -1,0 +1,1 @@
+"""Bayesian wind tunnels: tasks whose exact posterior is known at every position."""

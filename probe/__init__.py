@@ -1,0 +1,1 @@
+"""What one attention call says: the law, its statistics, and the watch that collects them."""
