@@ -1,0 +1,281 @@
+"""Owns every override while a watch is open, decides which calls are observed, and restores all of it.
+
+Whether a call is observed is decided once, in its original forward. A checkpoint that is recomputed in the backward
+pass repeats that decision, because non-reentrant checkpointing compares what was saved and would raise in the user's
+backward otherwise. The recomputed call is recognised by its query (the recomputation is bit-equal), so that any number
+of forwards may be under way, in any order, with watches opening and closing in between. A watch that closes while
+checkpointed calls await their backward stops listening at once, and gives its overrides back when the last of them has
+passed or has been freed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import attention_registry, override
+from .call import AttentionCall, CallSite, Needs, Receiver
+from .forward import Forward, Frame, frame, frames, takes_inputs
+from .refusals import UnsupportedKernel
+from .site import Site, describe
+from .tap import Delivery, recomputing, saving_is_hooked
+
+_REMEMBERED = 256  # checkpointed calls per module that may await their recomputation
+
+_lock = threading.RLock()
+_by_module: dict[int, tuple[Attachment, ...]] = {}
+_by_frame: dict[int, tuple[Attachment, ...]] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The decision to observe one call.
+
+    `call` is set when this is a recomputation; `deferred` when the forward runs without gradients inside a reentrant
+    checkpoint, so that the recomputation will be the call that counts.
+    """
+
+    attachment: Attachment
+    module: nn.Module
+    site: Site
+    needs: Needs
+    forward: Forward | None
+    use: int
+    anchor: Tensor | None
+    hooked: bool = False
+    deferred: bool = False
+    call: CallSite | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Awaited:
+    """A checkpointed call that may be recomputed."""
+
+    fingerprint: Tensor
+    shape: torch.Size
+    call: CallSite
+    needs: Needs
+    reach: bool
+    delivery: weakref.ref[Delivery] | None
+
+    @property
+    def alive(self) -> bool:
+        if self.delivery is None:
+            return True
+        delivery = self.delivery()
+        return delivery is not None and delivery.pending
+
+
+def _fingerprint(query: Tensor) -> Tensor:
+    """(B, D): enough of a query (B,H,Q,D) to recognise its bit-equal recomputation."""
+    with torch.no_grad():
+        return query.detach()[:, 0].sum(dim=1)
+
+
+class Attachment:
+    """One receiver attached to one model, from `__init__` to `close`.
+
+    Args:
+        model: any module; its attention sub-modules are found by the calls they make.
+        receiver: who is asked and told.
+        reach_all: give every call a gradient path, also where the model's own graph has none.
+    """
+
+    def __init__(self, model: nn.Module, receiver: Receiver, *, reach_all: bool = False) -> None:
+        self.model, self.receiver, self.reach_all = model, receiver, reach_all
+        self.open = True
+        self.blind_calls = 0
+        self.ran = False
+        self._settled = False
+        self._forwards = 0
+        self._local = threading.local()
+        self._awaited: dict[int, deque[_Awaited]] = {}
+        self._modules = {id(module): (name, module) for name, module in model.named_modules()}
+        self._sites: dict[int, Site] = {}
+        self._followed = [module for module in model.modules() if takes_inputs(module)]
+        if not any(module is model for module in self._followed):
+            self._followed.append(model)
+        self._classes = list(dict.fromkeys(type(module) for module in self._followed))
+        with _lock:
+            for module in self._modules:
+                _by_module[module] = (*_by_module.get(module, ()), self)
+            for followed in self._followed:
+                _by_frame[id(followed)] = (*_by_frame.get(id(followed), ()), self)
+            for owner in self._classes:
+                override.acquire(owner, "__call__", _following)
+            attention_registry.acquire()
+
+    def close(self) -> None:
+        """Stop listening. Everything is put back now, or as soon as no checkpointed call awaits its backward."""
+        self.open = False
+        self._settle()
+
+    def _settle(self) -> None:
+        with _lock:
+            if self._settled or self.open:
+                return
+            if any(entry.delivery is not None and entry.alive for queue in self._awaited.values() for entry in queue):
+                return
+            self._settled = True
+            _forget(_by_module, self._modules, self)
+            _forget(_by_frame, (id(module) for module in self._followed), self)
+            for owner in self._classes:
+                override.release(owner, "__call__")
+            attention_registry.release()
+            self._awaited.clear()
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def start(self, top: Frame) -> bool:
+        """A followed module starts; True when it is the outermost one of this model on this thread."""
+        if not self.open or getattr(self._local, "forward", None) is not None:
+            return False
+        self._local.forward = self._new_forward(top)
+        self._local.loose = None
+        return True
+
+    def finish(self) -> None:
+        self._local.forward = None
+
+    def _new_forward(self, top: Frame | None) -> Forward:
+        self._forwards += 1
+        self.ran |= torch.is_grad_enabled()
+        frozen = not any(parameter.requires_grad for parameter in self.model.parameters())
+        return Forward(self._forwards, torch.is_grad_enabled(), self.reach_all or frozen, top)
+
+    def _current(self, module: nn.Module) -> Forward:
+        """The running forward; a module called outside any followed one starts a forward of its own."""
+        forward: Forward | None = getattr(self._local, "forward", None)
+        if forward is not None:
+            return forward
+        loose: Forward | None = getattr(self._local, "loose", None)
+        if loose is None or next(iter(loose.uses), None) == id(module):
+            loose = self._local.loose = self._new_forward(None)
+        return loose
+
+    def site(self, module: nn.Module) -> Site:
+        if id(module) not in self._sites:
+            self._sites[id(module)] = describe(self._modules[id(module)][0], module)
+        return self._sites[id(module)]
+
+    def plan(self, module: nn.Module, query: Tensor) -> Plan | None:
+        """Whether this call is observed, and how; None leaves it alone."""
+        if recomputing():
+            return self._repeat(module, query) if torch.is_grad_enabled() else None
+        if not self.open:
+            return None
+        forward = self._current(module)
+        use = forward.use(module)
+        deferred = not torch.is_grad_enabled()
+        if deferred and not forward.gradients:
+            self.blind_calls += 1
+            return None
+        site = self.site(module)
+        needs = self.receiver.wants(site)
+        if needs is None:
+            return None
+        anchor = torch.zeros((), requires_grad=True) if forward.reach else None
+        return Plan(self, module, site, needs, forward, use, anchor, saving_is_hooked(), deferred)
+
+    def _repeat(self, module: nn.Module, query: Tensor) -> Plan | None:
+        queue = self._awaited.get(id(module))
+        if not queue:
+            return None
+        fingerprint = _fingerprint(query)
+        candidates = [entry for entry in queue if entry.alive and entry.shape == query.shape]
+        equal = [entry for entry in candidates if torch.equal(entry.fingerprint, fingerprint)]
+        # a recomputation that is not bit-equal (dropout without preserved random state) belongs to the latest forward
+        entry = (equal or candidates or [None])[-1]
+        if entry is None:
+            return None
+        if entry.delivery is None:
+            queue.remove(entry)
+        anchor = torch.zeros((), requires_grad=True) if entry.reach else None
+        return Plan(self, module, entry.call.site, entry.needs, None, entry.call.use, anchor, call=entry.call)
+
+    def await_recomputation(self, plan: Plan, query: Tensor, call: CallSite, delivery: Delivery | None) -> None:
+        reference = None
+        if delivery is not None:
+            owner = weakref.ref(self)
+
+            def freed(_: Any) -> None:
+                attachment = owner()
+                if attachment is not None:
+                    attachment._settle()
+
+            reference = weakref.ref(delivery, freed)
+        entry = _Awaited(
+            _fingerprint(query), query.shape, call, plan.needs, plan.anchor is not None, delivery=reference
+        )
+        queue = self._awaited.setdefault(id(plan.module), deque(maxlen=_REMEMBERED))
+        while queue and not queue[0].alive:
+            queue.popleft()
+        queue.append(entry)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def deliver(self, call: AttentionCall) -> None:
+        if self.open:
+            self.receiver.receive(call)
+
+    def fail(self, error: Exception) -> None:
+        """An error of ours never reaches the user's backward: the attachment closes and the receiver keeps it."""
+        if self.open:
+            self.receiver.refuse(error)
+            self.close()
+
+    def passed(self) -> None:
+        if not self.open:
+            self._settle()
+
+
+def _forget(table: dict[int, tuple[Attachment, ...]], keys: Any, attachment: Attachment) -> None:
+    for key in keys:
+        left = tuple(other for other in table.get(key, ()) if other is not attachment)
+        if left:
+            table[key] = left
+        else:
+            table.pop(key, None)
+
+
+def _following(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `__call__` for a class, which notes the calls of followed instances and leaves all others alone."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        attachments = _by_frame.get(id(self))
+        if attachments is None or torch.compiler.is_compiling() or recomputing():
+            return original(self, *args, **kwargs)
+        entry = frame(self, args, kwargs)
+        frames.stack.append(entry)
+        started = [attachment for attachment in attachments if attachment.start(entry)]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            frames.stack.pop()
+            for attachment in started:
+                attachment.finish()
+
+    return __call__
+
+
+def plans(module: nn.Module, query: Tensor) -> list[Plan]:
+    """Who observes this call of `module` with `query` (B,H,Q,D)."""
+    attachments = _by_module.get(id(module))
+    if not attachments:
+        return []
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        error = UnsupportedKernel(
+            "The model runs inside a torch.func transform (vmap, grad, jvp), where gradients cannot be observed; "
+            "use loss.backward() for watched steps."
+        )
+        for attachment in attachments:
+            attachment.receiver.refuse(error)
+        return []
+    return [plan for attachment in attachments if (plan := attachment.plan(module, query)) is not None]

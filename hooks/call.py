@@ -1,0 +1,99 @@
+"""What a receiver gets: one attention call, with everything the law needs.
+
+`CallSite` is made in the forward pass and holds no activations, so that whoever keeps it does not keep the graph's
+memory. `AttentionCall` exists only in the backward pass, while the receiver looks at it.
+
+Shapes: B batch, H query heads, K key/value heads, Q query positions, S key positions, D head width, V value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from .forward import Sequences
+from .site import Site
+from .visibility import Visibility
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients a receiver wants beside u = ∂L/∂(head output): those of query, key and value."""
+
+    inputs: bool = False
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """One call as the forward pass knows it.
+
+    Attributes:
+        site: the module; `use`: order of this call among the module's calls in one top-level forward.
+        forward: running number of that top-level forward within the watch.
+        scale: factor on q·k; `softcap`: cap c of c·tanh(s/c), or None.
+        dropout: probability with which attention weights were dropped (0 when none were).
+        implementation: name of the kernel that ran.
+        sequences: what the rows of the batch are: tokens, padding, identity.
+    """
+
+    site: Site
+    use: int
+    forward: int
+    scale: float
+    softcap: float | None
+    dropout: float
+    implementation: str
+    sequences: Sequences
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call with its tensors, as the backward pass delivers it.
+
+    Attributes:
+        call: the `CallSite`.
+        delivery: 0 for the first gradient that came back to this call, 1 for the next (`retain_graph`), …
+        query (B,H,Q,D), key (B,K,S,D), value (B,K,S,V): as the kernel got them (rotated, before group repetition).
+        output (B,H,Q,V): Σ_j w_ij v_j as the kernel returned it; upstream (B,H,Q,V): ∂L/∂output.
+        visibility: who sees whom.
+        sinks: (H,) score of the hidden column with value 0, or None.
+        weights: (B,H,Q,S) weights after dropout where the kernel returned them, else None.
+        query_gradient, key_gradient, value_gradient: ∂L/∂ of the three inputs, where wanted.
+    """
+
+    call: CallSite
+    delivery: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    upstream: Tensor
+    visibility: Visibility
+    sinks: Tensor | None = None
+    weights: Tensor | None = None
+    query_gradient: Tensor | None = None
+    key_gradient: Tensor | None = None
+    value_gradient: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head, H / K; query head h reads key/value head h // group."""
+        return self.query.shape[1] // self.key.shape[1]
+
+
+class Receiver(Protocol):
+    """Whoever looks at attention calls. `hooks` knows no statistics; it asks and delivers."""
+
+    def wants(self, site: Site) -> Needs | None:
+        """Asked in the forward pass, once per call: None leaves the call alone."""
+
+    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
+        """Told in the forward pass that a wanted call ran; `reachable`: a gradient can come back to it."""
+
+    def receive(self, call: AttentionCall) -> None:
+        """Handed the call in the backward pass. Whatever it raises closes the attachment and is kept for later."""
+
+    def refuse(self, error: Exception) -> None:
+        """Told that something could not be read; raised by the receiver at the next step or read."""

@@ -1,0 +1,202 @@
+"""Which top-level forward is running, and what the rows of its batch are.
+
+The attention interface sees queries, keys and a ready-made mask; which rows are padding, which tokens they are and
+where one forward ends and the next begins is known one floor up, at the modules that are given ids and a 2-D mask.
+Those are followed by replacing `__call__` on their *class* while a watch is open: nothing is hung on a module, so
+copies, pickles and saved models carry nothing of ours, and other people's hooks stay as they are.
+
+Shapes: B batch, Q query positions, S key positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_IDS = ("input_ids", "decoder_input_ids")
+_INPUTS = (*_IDS, "inputs_embeds", "pixel_values", "input_features", "input_values", "tokens", "idx", "x")
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return ()
+
+
+def takes_inputs(module: nn.Module) -> bool:
+    """True for modules that are handed ids, embeddings or pixels: those whose arguments describe the batch."""
+    return any(name in _INPUTS for name in _parameters(type(module).forward))
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One running call of a followed module, with the arguments that describe its batch."""
+
+    module: nn.Module
+    ids: Tensor | None
+    mask: Tensor | None
+    encoder_mask: Tensor | None
+    positions: Tensor | None
+    inputs: tuple[Tensor, ...]
+
+
+def frame(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
+    """The arguments of a call that say what its batch is; anything else is left alone."""
+    names = _parameters(type(module).forward)
+    given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}
+
+    def tensor(name: str, dimensions: int) -> Tensor | None:
+        value = given.get(name)
+        return value if isinstance(value, Tensor) and value.dim() == dimensions else None
+
+    inputs = tuple(value for name in _INPUTS if isinstance(value := given.get(name), Tensor))
+    if not inputs:
+        inputs = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))[:1]
+    ids = next((value for name in _IDS if (value := tensor(name, 2)) is not None), None)
+    if ids is None:
+        ids = next((value for value in inputs if value.dim() == 2 and not value.is_floating_point()), None)
+    return Frame(
+        module,
+        ids,
+        tensor("attention_mask", 2),
+        tensor("encoder_attention_mask", 2),
+        tensor("position_ids", 2),
+        inputs,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What the rows of one call's batch are.
+
+    Attributes:
+        identities: one 64-bit number per batch row, equal for equal sequences however they are batched or padded.
+        query_ids (B,Q), key_ids (B,S): token ids, or None where there are no tokens (patches, embeddings).
+        query_rows (B,Q), key_rows (B,S): False on padding, or None where no padding mask was given.
+        positions (B,Q): position ids as the model was given them, or None.
+    """
+
+    identities: tuple[int, ...]
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    query_rows: Tensor | None = None
+    key_rows: Tensor | None = None
+    positions: Tensor | None = None
+
+
+def _digest(*parts: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(b"\0".join(parts), digest_size=8).digest(), "little")
+
+
+def _identities(top: Frame | None, batch: int) -> tuple[int, ...]:
+    """A number per batch row from the ids the forward was given (padding left out), else from its first input."""
+    if top is None or not top.inputs:
+        return tuple(_digest(b"row", str(row).encode()) for row in range(batch))
+    source = top.ids if top.ids is not None else top.inputs[0]
+    source = source.detach().to("cpu")
+    if source.dim() == 0:
+        source = source[None]
+    mask = top.mask.detach().to("cpu").bool() if top.mask is not None else None
+    numbers = []
+    for row in range(source.shape[0]):
+        values = source[row]
+        if mask is not None and top.ids is not None and mask.shape == source.shape:
+            values = values[mask[row]]
+        values = values.to(torch.int64) if not values.is_floating_point() else values.to(torch.float32)
+        numbers.append(_digest(values.contiguous().numpy().tobytes()))
+    if len(numbers) == batch:
+        return tuple(numbers)
+    if batch % len(numbers) == 0:  # windows or images of one sequence lie next to each other
+        return tuple(number for number in numbers for _ in range(batch // len(numbers)))
+    whole = _digest(*(str(number).encode() for number in numbers))
+    return (whole,) * batch
+
+
+@dataclass(eq=False)
+class Forward:
+    """One top-level forward of a watched model."""
+
+    number: int
+    gradients: bool
+    reach: bool
+    top: Frame | None
+    uses: Counter[int] = field(default_factory=Counter)
+    _cache: dict[tuple[int, ...], Sequences] = field(default_factory=dict)
+
+    def use(self, module: nn.Module) -> int:
+        count = self.uses[id(module)]
+        self.uses[id(module)] += 1
+        return count
+
+    def sequences(self, batch: int, queries: int, keys: int, cross: bool) -> Sequences:
+        """What is known about the rows of a call of this shape, from the innermost module that was told."""
+        inner = frames.innermost()
+        key = (batch, queries, keys, cross, id(inner))
+        if key not in self._cache:
+            self._cache[key] = _sequences(self.top, inner, batch, queries, keys, cross)
+        return self._cache[key]
+
+
+def _tail(tensor: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """The last `length` columns of a (B, …) tensor when it is at least that long."""
+    if tensor is None or tensor.dim() != 2 or tensor.shape[1] < length or tensor.shape[0] not in (1, batch):
+        return None
+    return tensor[:, tensor.shape[1] - length :].detach().expand(batch, -1)
+
+
+def _exact(tensor: Tensor | None, batch: int, length: int) -> Tensor | None:
+    return _tail(tensor, batch, length) if tensor is not None and tensor.shape[-1] == length else None
+
+
+def _sequences(top: Frame | None, inner: Frame | None, batch: int, queries: int, keys: int, cross: bool) -> Sequences:
+    inner = inner if inner is not None else top
+    if inner is None:
+        return Sequences(_identities(None, batch))
+    query_ids = _exact(inner.ids, batch, queries)
+    mask = inner.mask
+    query_rows = _tail(mask, batch, queries)
+    if cross:
+        encoder = inner.encoder_mask if inner.encoder_mask is not None else (top.mask if top is not None else None)
+        key_ids = _exact(top.ids, batch, keys) if top is not None and top is not inner else None
+        key_rows = _exact(encoder, batch, keys)
+    else:
+        key_ids = _exact(inner.ids, batch, keys)
+        key_rows = _exact(mask, batch, keys)
+    rows = query_rows.bool() if query_rows is not None else None
+    columns = key_rows.bool() if key_rows is not None else None
+    return Sequences(
+        _identities(top if top is not None else inner, batch),
+        query_ids,
+        key_ids,
+        rows,
+        columns,
+        _exact(inner.positions, batch, queries),
+    )
+
+
+class _Frames(threading.local):
+    """The followed modules that are running on this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+
+    def innermost(self) -> Frame | None:
+        """The innermost running module that was told what its batch is."""
+        for entry in reversed(self.stack):
+            if entry.ids is not None or entry.mask is not None:
+                return entry
+        return self.stack[-1] if self.stack else None
+
+
+frames = _Frames()

@@ -1,0 +1,49 @@
+"""Replacing an attribute of a class or module while somebody needs it, and putting the original back.
+
+Several watches may need the same replacement: it is made for the first and undone after the last. What is put back is
+exactly what was there; where nothing was (an inherited attribute), the attribute is deleted; where somebody else has
+replaced ours in the meantime, theirs stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_MISSING = object()
+_lock = threading.RLock()
+_active: dict[tuple[int, str], list[Any]] = {}
+
+
+def acquire(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace `owner.name` by `make(current value)`; a second call for the same attribute only counts."""
+    with _lock:
+        key = (id(owner), name)
+        if key in _active:
+            _active[key][0] += 1
+            return
+        before = vars(owner).get(name, _MISSING)
+        replacement = make(getattr(owner, name))
+        setattr(owner, name, replacement)
+        _active[key] = [1, owner, before, vars(owner).get(name)]
+
+
+def release(owner: Any, name: str) -> None:
+    """Undo one `acquire`; the last one puts the original back."""
+    with _lock:
+        key = (id(owner), name)
+        entry = _active.get(key)
+        if entry is None:
+            return
+        entry[0] -= 1
+        if entry[0]:
+            return
+        del _active[key]
+        _, owner, before, ours = entry
+        if vars(owner).get(name) is not ours:
+            return
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

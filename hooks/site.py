@@ -1,0 +1,74 @@
+"""What a row of every table is keyed on: the module that made the call, its use within the forward, and the head.
+
+The qualified module name is the only key that is unique in every model: `layer_idx` is shared by encoder, decoder and
+cross attention, is None or -1 in some modules, and is absent in others. Layer, stack and kind only describe the key.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+Kind = Literal["encoder_self", "decoder_self", "cross"]
+
+_LAYERS = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|block|layer_list|albert_layers|resblocks|encoder|decoder)\.(\d+)")
+_CROSS = re.compile(
+    r"^(?:enc(?:oder)?_?dec(?:oder)?_?att(?:ention|n)|encoder_att(?:ention|n)|cross_?att(?:ention|n)|encdecattention)",
+    re.IGNORECASE,
+)
+_STACKS = (
+    ("vision", re.compile(r"^(vision|visual|image|pixel)", re.IGNORECASE)),
+    ("audio", re.compile(r"^(audio|speech)", re.IGNORECASE)),
+    ("encoder", re.compile(r"^(encoder|text_encoder)$", re.IGNORECASE)),
+    ("decoder", re.compile(r"^(decoder|text_decoder)$", re.IGNORECASE)),
+)
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """One attention module of a model.
+
+    Attributes:
+        module: qualified name in the watched model, the key of every table.
+        layer: index of the layer in its stack, -1 when the name carries none.
+        stack: "encoder", "decoder", "vision", "audio" or "" when the model has one stack only.
+        kind: "encoder_self" (two-sided), "decoder_self" (causal) or "cross".
+    """
+
+    module: str
+    layer: int
+    stack: str
+    kind: Kind
+
+
+def _is_cross(name: str, module: nn.Module) -> bool:
+    if getattr(module, "is_cross_attention", False) is True:
+        return True
+    # whole components only: a substring match once called decoder self-attention "cross"
+    return any(_CROSS.match(part) for part in name.split(".")) or "CrossAttention" in type(module).__name__
+
+
+def describe(name: str, module: nn.Module) -> Site:
+    """The `Site` of attention module `module`, called `name` in the watched model."""
+    numbers = _LAYERS.findall(name)
+    if numbers:
+        layer = int(numbers[0])
+    else:
+        index = getattr(module, "layer_idx", None)
+        layer = index if isinstance(index, int) and not isinstance(index, bool) and index >= 0 else -1
+    parts = name.split(".")
+    stack = next((label for part in parts for label, pattern in _STACKS if pattern.match(part)), "")
+    kind: Kind
+    if _is_cross(name, module):
+        kind = "cross"
+    elif stack == "decoder":
+        kind = "decoder_self"
+    elif stack in ("encoder", "vision", "audio"):
+        kind = "encoder_self"
+    else:
+        causal = getattr(module, "is_causal", None)
+        kind = "decoder_self" if causal or (causal is None and not hasattr(module, "is_decoder")) else "encoder_self"
+    return Site(name, layer, stack, kind)

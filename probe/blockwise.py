@@ -1,0 +1,264 @@
+"""The law in O(T) memory: blocks of queries against all the keys they can see, in one pass.
+
+The same numbers as `law.vectors`, by other formulas where those are cheaper: the alignment of a row follows from the
+sum of b, ‖b − E‖ and ‖α − ᾱ‖; entropy from the log-normaliser; usage, coherence and the value gradient from one product
+αᵀ[u, ‖u‖, 1]. Masked scores are finite, so that nothing becomes NaN on the way. Rows that do not count are left out by
+`where`, never by multiplying.
+
+Shapes: B batch, H query heads, K key/value heads, Q query positions, S key positions, D head width, V value width;
+inside a block b, h, r stand for the part of B, H, Q at hand and s for the keys that its rows can see.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..hooks.call import AttentionCall
+from ..hooks.refusals import BadRequest, UnsupportedKernel
+from ..hooks.visibility import HIDDEN
+from .edges import Edges, join, of_block, strongest
+from .vectors import Vectors
+
+BLOCK_ENTRIES = 1 << 19  # scores held at once: a few buffers of this size stay in the cache
+
+_ROWS = (
+    "entropy",
+    "sink",
+    "expected",
+    "advantage_square",
+    "missed",
+    "alignment",
+    "score_square",
+    "spread",
+    "over_uniform",
+    "upstream_norm",
+    "residual",
+    "residual_scale",
+)
+
+
+def compute_dtype(call: AttentionCall) -> torch.dtype:
+    """float64 for float64 calls, else float32.
+
+    Raises:
+        UnsupportedKernel: for queries that are not floating point.
+    """
+    if not call.query.is_floating_point():
+        raise UnsupportedKernel(f"Attention in {call.query.dtype} has no gradient; run the model in a float dtype.")
+    return torch.float64 if call.query.dtype == torch.float64 else torch.float32
+
+
+def block_sizes(batch: int, heads: int, queries: int, keys: int, entries: int) -> tuple[int, int, int]:
+    """(b, h, r) with b·h·r·S about `entries` at most: whole batches for short sequences, few rows for long ones.
+
+    Raises:
+        BadRequest: when `entries` is not positive.
+    """
+    if entries < 1:
+        raise BadRequest(f"The block size must be at least 1 entry, not {entries}.")
+    r = min(queries, max(16, min(128, entries // max(1, keys))))
+    h = max(1, min(heads, entries // max(1, r * keys)))
+    if h < heads:
+        return 1, h, r
+    r = min(queries, max(r, entries // max(1, heads * keys)))
+    return max(1, min(batch, entries // max(1, r * keys * heads))), h, r
+
+
+def vectors(call: AttentionCall, *, edges: int = 0, entries: int = BLOCK_ENTRIES) -> Vectors:
+    """Both laws for every query row and every key of `call`.
+
+    Args:
+        call: one attention call.
+        edges: how many of the strongest score gradients of either direction to keep per batch row and head.
+        entries: upper bound on the scores that are held at once.
+
+    Raises:
+        BadRequest: for a block size that is not positive. UnsupportedKernel: for dtypes without a gradient.
+    """
+    work = _Pass(call, edges)
+    batch, heads, queries, _ = call.query.shape
+    b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
+    found = []
+    for first in range(0, batch, b):
+        across = []
+        for head in range(0, heads, h):
+            across.append(work.heads(slice(first, min(first + b, batch)), slice(head, min(head + h, heads)), r))
+        if edges:
+            found.append(tuple(join([part[side] for part in across], 1) for side in (0, 1)))
+    return work.finish((join([part[0] for part in found], 0), join([part[1] for part in found], 0)) if edges else None)
+
+
+class _Pass:
+    """The sums of one call, filled block by block."""
+
+    def __init__(self, call: AttentionCall, edges: int) -> None:
+        self.call, self.edges = call, edges
+        self.dtype, device = compute_dtype(call), call.query.device
+        self.batch, self.query_heads, self.queries, _ = call.query.shape
+        self.keys, self.width = call.key.shape[2], call.value.shape[3]
+        shape = (self.batch, self.query_heads)
+        counted = call.visibility.counted(self.batch, device)
+        self.seen, self.uniform = call.visibility.counts(self.batch, counted)
+        self.usable = (counted[:, None] & (self.seen > 0)).expand(*shape, self.queries)
+        self.rows = {name: torch.zeros(*shape, self.queries, dtype=self.dtype, device=device) for name in _ROWS}
+        self.aligned = torch.zeros(*shape, self.queries, dtype=torch.bool, device=device)
+        # per key: m_j, Σ_i w_ij ‖u_i‖ and Σ_i w_ij
+        self.moments = torch.zeros(*shape, self.keys, self.width + 2, dtype=self.dtype, device=device)
+        # only where they do not follow from the moments
+        dropped, two_sided = call.weights is not None, not call.visibility.one_sided()
+        self.usage = torch.zeros(*shape, self.keys, dtype=self.dtype, device=device) if dropped else None
+        self.distance = torch.zeros(shape, dtype=self.dtype, device=device) if two_sided else None
+
+    def heads(self, batch: slice, heads: slice, r: int) -> tuple[Edges, Edges] | None:
+        """All blocks of some heads of some batch rows; returns their edges."""
+        owner = torch.arange(heads.start, heads.stop, device=self.call.query.device) // self.call.group
+        keys_t = self.call.key[batch][:, owner].to(self.dtype).transpose(-1, -2).contiguous()
+        values_t = self.call.value[batch][:, owner].to(self.dtype).transpose(-1, -2).contiguous()
+        found = []
+        for start in range(0, self.queries, r):
+            stop = min(start + r, self.queries)
+            low, high = self.call.visibility.structure.span(start, stop, self.keys)
+            if high > low:
+                place = (batch, heads, slice(start, stop))
+                edges = self.block(place, keys_t[..., low:high], values_t[..., low:high], low)
+                if edges is not None:
+                    found.append(edges)
+        if not found:
+            return None
+        return strongest([part[0] for part in found], self.edges), strongest([part[1] for part in found], self.edges)
+
+    def put(self, name: str, place: tuple[slice, slice, slice], live: Tensor, numbers: Tensor) -> None:
+        self.rows[name][place] = torch.where(live, numbers, 0.0)
+
+    def block(
+        self, place: tuple[slice, slice, slice], keys_t: Tensor, values_t: Tensor, low: int
+    ) -> tuple[Edges, Edges] | None:
+        """Rows `place` against the keys (b,h,D,s) and values (b,h,V,s), which start at position `low`."""
+        call, (batch, heads, span) = self.call, place
+        high = low + keys_t.shape[-1]
+        live = self.usable[place]
+        query = call.query[place].to(self.dtype)
+        upstream = torch.where(live[..., None], call.upstream[place].to(self.dtype), 0.0)
+        output = torch.where(live[..., None], call.output[place].to(self.dtype), 0.0)
+        # every row sees the keys before `edge`; only the rest has to be masked
+        edge = call.visibility.shared(span.start, low, high)
+        visible, bias = call.visibility.block(batch, heads, span.start, span.stop, low + edge, high, call.query.device)
+        hidden = None if visible is None else ~visible
+
+        # α, its log-normaliser and entropy
+        score = torch.matmul(query, keys_t).mul_(call.call.scale)
+        if call.call.softcap is not None:
+            score.div_(call.call.softcap).tanh_().mul_(call.call.softcap)
+        if bias is not None:
+            score[..., edge:] += bias.to(self.dtype)
+        if hidden is not None:
+            score[..., edge:].masked_fill_(hidden, HIDDEN)
+        top = score.amax(-1, keepdim=True)
+        hidden_mass = None
+        if call.sinks is not None:
+            sinks = call.sinks[heads].to(self.dtype)[None, :, None, None]
+            top = torch.maximum(top, sinks)
+            hidden_mass = (sinks - top).exp()
+        score -= top
+        attention = score.exp()
+        total = attention.sum(-1, keepdim=True)
+        if hidden_mass is not None:
+            total = total + hidden_mass
+        attention /= total
+        mass = 1 - hidden_mass[..., 0] / total[..., 0] if hidden_mass is not None else torch.ones_like(total[..., 0])
+        buffer = torch.mul(attention, score)  # hidden: 0 · finite
+        self.put("entropy", place, live, total[..., 0].log() * mass - buffer.sum(-1))
+        self.put("sink", place, live, 1 - mass)
+
+        # b, its mean E under α, and what came back: u·o
+        compatibility = torch.matmul(upstream, values_t, out=score)
+        expected = torch.mul(attention, compatibility, out=buffer).sum(-1)
+        self.put("residual_scale", place, live, buffer.mul_(compatibility).sum(-1))
+        weights, received = attention, expected
+        if call.weights is not None:
+            weights = call.weights[place][..., low:high].to(self.dtype)
+            if hidden is not None:
+                weights = weights.clone()
+                weights[..., edge:].masked_fill_(hidden, 0.0)
+            received = torch.mul(weights, compatibility, out=buffer).sum(-1)
+        self.put("expected", place, live, expected)
+        self.put("residual", place, live, (received - (upstream * output).sum(-1)).square())
+
+        # D = w b − α (u·o), which is α (b − E) without dropout; `less` is b − E = −A, 0 where hidden
+        if call.weights is not None:
+            torch.mul(weights, compatibility, out=buffer).addcmul_(attention, received[..., None], value=-1)
+        less = compatibility.sub_(expected[..., None])
+        if call.weights is None:
+            torch.mul(attention, less, out=buffer)
+        score_gradient = buffer
+        if hidden is not None:
+            less[..., edge:].masked_fill_(hidden, 0.0)
+        edges = None
+        if self.edges:
+            alive = torch.where(live[..., None], score_gradient, 0.0)
+            edges = of_block(alive, attention, -less, span.start, low, self.edges)
+        # A averages to 0 under α, so the best key has A ≥ 0 and the zeros of hidden keys never win; not so with sinks
+        best = less
+        if hidden is not None and call.sinks is not None:
+            best = less.clone()
+            best[..., edge:].masked_fill_(hidden, torch.inf)
+        self.put("missed", place, live, 0.0 - best.amin(-1))
+        self.put("score_square", place, live, score_gradient.square().sum(-1))
+        self.put("spread", place, live, 0.5 * score_gradient.abs().sum(-1))
+        self.put("advantage_square", place, live, torch.mul(attention, less, out=buffer).mul_(less).sum(-1))
+
+        # alignment of α_i and A_i over V_i, and the slope towards even attention
+        n = self.seen[batch, :, span].clamp(min=1).to(self.dtype)
+        less_sum, less_square = less.sum(-1), torch.mul(less, less, out=buffer).sum(-1)
+        self.put("over_uniform", place, live, less_sum / n)
+        less_variation = (less_square - less_sum.square() / n).clamp(min=0)
+        b_square = less_square + 2 * expected * less_sum + n * expected.square()
+        varied = torch.sub(attention, (mass / n)[..., None], out=buffer)
+        if hidden is not None:
+            varied[..., edge:].masked_fill_(hidden, 0.0)
+        variation = varied.square_().sum(-1)
+        covariance = mass * less_sum / n - expected * (1 - mass)  # Σ_j α_ij A_ij = −E (1 − Σ_j α_ij)
+        tiny = (16 * torch.finfo(self.dtype).eps) ** 2
+        aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
+        aligned &= less_variation > tiny * b_square
+        self.aligned[place] = aligned
+        product = torch.where(aligned, (variation * less_variation).sqrt(), 1.0)
+        self.put("alignment", place, aligned, covariance / product)
+
+        # per key: wᵀ[u, ‖u‖, 1]
+        norm = upstream.norm(dim=-1, keepdim=True)
+        self.put("upstream_norm", place, live, norm[..., 0])
+        ones = live[..., None].to(self.dtype)
+        users = torch.cat([upstream, norm, ones], -1)
+        self.moments[batch, heads, low:high] += torch.matmul(weights.transpose(-1, -2), users)
+        if self.usage is not None:
+            self.usage[batch, heads, low:high] += torch.matmul(attention.transpose(-1, -2), ones)[..., 0]
+        if self.distance is not None:
+            own, other = call.visibility.positions(call.query.device)
+            apart = (own[span, None] - other[None, low:high]).abs().to(self.dtype)
+            reach = torch.mul(attention, apart, out=buffer).sum(-1)
+            self.distance[batch, heads] += torch.where(live, reach, 0.0).sum(-1)
+        return edges
+
+    def finish(self, edges: tuple[Edges, Edges] | None) -> Vectors:
+        call, device = self.call, self.call.query.device
+        usage = self.moments[..., -1] if self.usage is None else self.usage
+        distance = self.distance
+        if distance is None:  # every key lies before its query
+            own, other = call.visibility.positions(device)
+            mass = torch.where(self.usable, 1 - self.rows["sink"], 0.0)
+            distance = (mass * own.to(self.dtype)).sum(-1) - (usage * other.to(self.dtype)).sum(-1)
+        first = call.visibility.first_key(call.call.sequences.key_rows, self.batch, device)
+        return Vectors(
+            counted=self.usable,
+            aligned=self.aligned,
+            distance=distance,
+            first_key=usage.gather(-1, first[:, None, None].expand(-1, self.query_heads, 1))[..., 0],
+            usage=usage,
+            user_norm=self.moments[..., -2],
+            value_gradient=self.moments[..., : self.width],
+            uniform=self.uniform,
+            edges=edges,
+            **self.rows,
+        )

@@ -1,0 +1,283 @@
+"""From sums to tidy DataFrames: one row per key, documented dtypes, the same in every command.
+
+Labels are categoricals, counts nullable integers, numbers float64 with NaN where nothing was counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from .edges import TopEdges
+from .state import Entry, Key, State
+from .statistics import COLUMNS, INDEX, Sums
+from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
+
+if TYPE_CHECKING:
+    from .watch import Step
+
+IMPRECISE = 1e-5  # law_residual of a float32 kernel above which a head's status says so
+_LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
+_INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "position", "token_id", "sequence")
+_INTEGERS += ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
+
+
+def _typed(table: pd.DataFrame) -> pd.DataFrame:
+    """The documented dtypes: categorical labels, nullable integers, strings, float64."""
+    for name in table.columns:
+        if name in _LABELS:
+            table[name] = table[name].astype("category")
+        elif name in _INTEGERS:
+            table[name] = pd.array(table[name], dtype="Int64")
+        elif name in ("token", "query_token", "key_token"):
+            table[name] = table[name].astype("string")
+        elif table[name].dtype != bool:
+            table[name] = table[name].astype("float64")
+    return table
+
+
+def label(key: Key, head: int) -> str:
+    """Short name of a head, such as L3H7; prefixed by its stack and, for cross attention, by "x"."""
+    stack = f"{key.site.stack}." if key.site.stack else ""
+    cross = "x" if key.site.kind == "cross" else ""
+    layer = "?" if key.site.layer < 0 else str(key.site.layer)
+    use = f"u{key.use}" if key.use else ""
+    return f"{stack}{cross}L{layer}H{head}{use}"
+
+
+def _ordered(state: State, backward: int) -> list[tuple[Key, Entry]]:
+    """Entries by stack, layer, module and use."""
+    return sorted(
+        ((key, entry) for key, entry in state.entries.items() if key.backward == backward and entry.heads),
+        key=lambda pair: (pair[0].site.stack, pair[0].site.layer, pair[0].site.module, pair[0].use),
+    )
+
+
+def _identity(key: Key, heads: int, group: int) -> dict[str, Any]:
+    return {
+        "module": [key.site.module] * heads,
+        "use": [key.use] * heads,
+        "head": range(heads),
+        "label": [label(key, head) for head in range(heads)],
+        "layer": [None if key.site.layer < 0 else key.site.layer] * heads,
+        "stack": [key.site.stack] * heads,
+        "kind": [key.site.kind] * heads,
+        "kv_head": [head // group for head in range(heads)],
+    }
+
+
+def _columns(key: Key, values: dict[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
+    """Columns as reported: positions of two sequences have no distance."""
+    if key.site.kind == "cross":
+        values = {**values, "mean_distance": np.full_like(values["mean_distance"], np.nan)}
+    return values
+
+
+def _status(sums: Sums, reachable: bool, skipped: bool = False) -> list[str]:
+    texts = []
+    residual = sums.columns()["law_residual"]
+    for head in range(len(sums.total)):
+        bad = int(sums.bad_steps[head] + sums.bad_now[head])
+        blind = int(sums.total[head, INDEX["blind_queries"]])
+        queries = int(sums.total[head, INDEX["queries"]])
+        parts = []
+        if skipped:
+            parts.append("skipped by the loss scaler")
+        if bad:
+            parts.append(f"non-finite ({bad} step{'s' * (bad > 1)})")
+        if blind:
+            parts.append(f"no visible key ({blind} row{'s' * (blind > 1)})")
+        if not queries and not bad and not blind:
+            parts.append("no gradient" if reachable else "no gradient path")
+        if queries and residual[head] > IMPRECISE:
+            parts.append(f"law residual {residual[head]:.0e}")
+        texts.append("; ".join(parts) or "ok")
+    return texts
+
+
+def heads(state: State, *, intervals: bool = False, backward: int = 0) -> pd.DataFrame:
+    """One row per module, use and head; see `Watch.heads`."""
+    tables = []
+    for key, entry in _ordered(state, backward):
+        table: dict[str, Any] = _identity(key, entry.heads, entry.group)
+        values = _columns(key, entry.sums.columns())
+        ends = entry.sums.intervals() if intervals else {}
+        for name in COLUMNS:
+            table[name] = values[name]
+            if name in ends and name != "queries":
+                hidden = np.isnan(values[name])
+                table[f"{name}_low"] = np.where(hidden, np.nan, ends[name][0])
+                table[f"{name}_high"] = np.where(hidden, np.nan, ends[name][1])
+        table["status"] = _status(entry.sums, entry.reachable)
+        tables.append(pd.DataFrame(table))
+    return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *COLUMNS, "status"]))
+
+
+def step_heads(state: State, sums: dict[Key, Sums], skipped: bool, backward: int) -> pd.DataFrame:
+    """The heads table of one step."""
+    tables = []
+    for key, entry in _ordered(state, backward):
+        if key in sums:
+            table: dict[str, Any] = _identity(key, entry.heads, entry.group)
+            table |= _columns(key, sums[key].columns())
+            table["status"] = _status(sums[key], entry.reachable, skipped)
+            tables.append(pd.DataFrame(table))
+    return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *COLUMNS, "status"]))
+
+
+def history(steps: Sequence[Step]) -> pd.DataFrame:
+    """One row per step, module, use, delivery and head."""
+    tables = []
+    for step in steps:
+        for key, sums in sorted(step.sums.items(), key=lambda pair: (pair[0].site.layer, pair[0])):
+            count = len(sums.total)
+            table: dict[str, Any] = {
+                "step": step.number,
+                "module": key.site.module,
+                "use": key.use,
+                "backward": key.backward,
+                "head": range(count),
+                "label": [label(key, head) for head in range(count)],
+                "layer": None if key.site.layer < 0 else key.site.layer,
+                "loss_weight": np.nan if step.loss_weight is None else step.loss_weight,
+            }
+            table |= _columns(key, sums.columns())
+            table["status"] = _status(sums, True, step.skipped)
+            tables.append(pd.DataFrame(table, index=range(count)))
+    names = ["step", "module", "use", "backward", "head", "label", "layer", "loss_weight", *COLUMNS, "status"]
+    return _typed(_stacked(tables, names))
+
+
+def updates(state: State) -> pd.DataFrame:
+    """One row per head: norm of the mean update, share of its second moment on one axis, and the direction itself.
+
+    The direction −m̄ has one column per value coordinate (`update_0` …); heads of narrower values hold NaN in the rest.
+    """
+    tables = []
+    for key, entry in _ordered(state, 0):
+        if entry.updates is None:
+            continue
+        parts = entry.updates.directions()
+        table: dict[str, Any] = _identity(key, entry.heads, entry.group)
+        table |= {"keys": parts["keys"], "update_norm": parts["norm"], "share": parts["share"]}
+        table |= {f"update_{place}": column for place, column in enumerate(parts["update"].T)}
+        tables.append(pd.DataFrame(table))
+    return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), "keys", "update_norm", "share"]))
+
+
+def tokens(state: State, tokenizer: Any = None) -> pd.DataFrame:
+    """Query rows and key rows, one per head and token; columns of the other side are NaN."""
+    order = {identity: number for number, identity in enumerate(state.sequences)}
+    tables = []
+    for key, entry in _ordered(state, 0):
+        for call in entry.tokens.calls if entry.tokens is not None else ():
+            numbers = np.array([order[identity] for identity in call.identities])
+            for name, side in (("query", call.queries), ("key", call.keys)):
+                tables.append(_side(key, entry, name, side, numbers))
+    columns = ["module", "use", "head", "label", "layer", "kind", "side", "sequence", "position", "token_id"]
+    table = _stacked(tables, [*columns, *QUERY_COLUMNS, *KEY_COLUMNS])
+    table.insert(table.columns.get_loc("token_id") + 1, "token", _strings(table["token_id"], tokenizer))
+    table.loc[table["token_id"] < 0, "token_id"] = None
+    return _typed(table)
+
+
+def _side(key: Key, entry: Entry, name: str, side: Side, numbers: NDArray[np.int64]) -> pd.DataFrame:
+    count = len(side.row)
+    repeated = {"sequence": numbers[side.row], "position": side.position, "token_id": side.token_id}
+    table: dict[str, Any] = {
+        "module": key.site.module,
+        "use": key.use,
+        "head": np.repeat(np.arange(entry.heads), count),
+        "label": np.repeat([label(key, head) for head in range(entry.heads)], count),
+        "layer": key.site.layer,
+        "kind": key.site.kind,
+        "side": name,
+    }
+    table |= {column: np.tile(values, entry.heads) for column, values in repeated.items()}
+    for column in (*QUERY_COLUMNS, *KEY_COLUMNS):
+        table[column] = side.columns[column].T.reshape(-1) if column in side.columns else np.nan
+    return pd.DataFrame(table, index=range(count * entry.heads))
+
+
+def edges(state: State, top: int, tokenizer: Any = None) -> pd.DataFrame:
+    """Per head the strongest routed and anti-routed pairs, strongest first."""
+    order = {identity: number for number, identity in enumerate(state.sequences)}
+    tables = []
+    for key, entry in _ordered(state, 0):
+        if entry.edges is not None:
+            for direction in ("routed", "anti_routed"):
+                tables.append(_direction(key, entry.edges, direction, top, order))
+    columns = ["module", "use", "head", "label", "layer", "direction", "rank", "sequence", "query_position"]
+    columns += ["key_position", "query_token_id", "key_token_id", "attention", "advantage", "score_gradient"]
+    table = _stacked(tables, columns)
+    for side in ("query", "key"):
+        place = table.columns.get_loc(f"{side}_token_id")
+        table.insert(place + 1, f"{side}_token", _strings(table[f"{side}_token_id"], tokenizer))
+        table.loc[table[f"{side}_token_id"] < 0, f"{side}_token_id"] = None
+    return _typed(table)
+
+
+def _direction(key: Key, kept: TopEdges, direction: str, top: int, order: dict[int, int]) -> pd.DataFrame:
+    rows = getattr(kept, direction)[:, :top].numpy()
+    heads_, count = rows.shape[:2]
+    flat = rows.reshape(-1, rows.shape[-1])
+    numbers = np.array([order.get(identity, -1) for identity in kept.sequences] or [0])
+    table = pd.DataFrame(
+        {
+            "module": key.site.module,
+            "use": key.use,
+            "head": np.repeat(np.arange(heads_), count),
+            "label": np.repeat([label(key, head) for head in range(heads_)], count),
+            "layer": key.site.layer,
+            "direction": direction,
+            "rank": np.tile(np.arange(1, count + 1), heads_),
+            "sequence": numbers[flat[:, 0].astype(int)],
+            "query_position": flat[:, 1],
+            "key_position": flat[:, 2],
+            "query_token_id": flat[:, 6],
+            "key_token_id": flat[:, 7],
+            "attention": flat[:, 4],
+            "advantage": flat[:, 5],
+            "score_gradient": flat[:, 3],
+        }
+    )
+    return table[table["score_gradient"] != 0]
+
+
+def _strings(ids: Iterable[Any], tokenizer: Any) -> list[str | None]:
+    """The token of every id as the tokenizer spells it; None without a tokenizer or a token."""
+    known: dict[int, str | None] = {-1: None}
+    if tokenizer is not None:
+        unique = sorted({int(number) for number in ids if number is not None and number >= 0})
+        known |= dict(zip(unique, spell(tokenizer, unique)))
+    return [known.get(int(number)) if number is not None else None for number in ids]
+
+
+def spell(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Each id decoded alone; pieces that are no text by themselves keep the vocabulary's own spelling."""
+    pieces = tokenizer.convert_ids_to_tokens(list(ids)) if hasattr(tokenizer, "convert_ids_to_tokens") else None
+    spelled = []
+    for place, number in enumerate(ids):
+        text = str(tokenizer.decode([number]))
+        if pieces is not None and ("�" in text or text == ""):
+            text = str(pieces[place])
+        spelled.append(text)
+    return spelled
+
+
+def _stacked(tables: list[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+    if not tables:
+        return pd.DataFrame({name: [] for name in columns})
+    return pd.concat(tables, ignore_index=True)
+
+
+class _Nobody:
+    site = type("Site", (), {"module": "", "layer": -1, "stack": "", "kind": ""})()
+    use = 0
+
+
+_NOBODY: Any = _Nobody()

@@ -1,0 +1,181 @@
+"""Everything a watch has added up: one entry per module, use and delivery, and nothing that depends on the model object.
+
+States of different batches, shards or ranks merge by addition; intervals, edges and token rows come along. Heads
+themselves are never split over states: query shards of one sequence cannot be added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..hooks.call import AttentionCall, CallSite
+from ..hooks.refusals import LawViolated, MergeRefused
+from ..hooks.site import Site
+from . import blockwise, bootstrap
+from .edges import TopEdges
+from .statistics import INDEX, Sums, sequence_sums
+from .tokens import Tokens, token_rows
+from .updates import Updates
+
+# largest law_residual of a right reading, by the dtype in which the kernel returned its output: measured 1e-7 to 5e-6 in
+# float32; the smallest fault that was tried (a scale off by 1 %) gives 5e-4
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Module, use within the forward, and which delivery of the gradient (0: the first)."""
+
+    site: Site
+    use: int
+    backward: int = 0
+
+
+@dataclass(eq=False)
+class Entry:
+    """What is known of one key: the sums and their companions, None where they were not asked for.
+
+    `group`: query heads per key/value head. `reachable`: False when no gradient path led to the call.
+    """
+
+    heads: int
+    group: int
+    sums: Sums
+    reachable: bool = True
+    updates: Updates | None = None
+    edges: TopEdges | None = None
+    tokens: Tokens | None = None
+
+    def merge(self, other: Entry) -> None:
+        if (self.heads, self.group) != (other.heads, other.group) and self.heads and other.heads:
+            raise MergeRefused(
+                f"{other.heads} heads in groups of {other.group} cannot be added to {self.heads} in groups of "
+                f"{self.group}; merge only watches of the same model."
+            )
+        if not other.heads:
+            self.reachable |= other.reachable
+            return
+        if not self.heads:
+            self.heads, self.group, self.sums = other.heads, other.group, other.sums.copy()
+        else:
+            self.sums.merge(other.sums)
+        self.reachable |= other.reachable
+        for name in ("updates", "edges", "tokens"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours is None:
+                setattr(self, name, None if theirs is None else theirs.copy())
+            elif theirs is not None:
+                ours.merge(theirs)
+
+    def divide(self, weight: float) -> None:
+        self.sums.divide(weight)
+        for part in (self.updates, self.edges, self.tokens):
+            if part is not None:
+                part.divide(weight)
+
+    def copy(self) -> Entry:
+        return Entry(
+            self.heads,
+            self.group,
+            self.sums.copy(),
+            self.reachable,
+            self.updates and self.updates.copy(),
+            self.edges and self.edges.copy(),
+            self.tokens and self.tokens.copy(),
+        )
+
+
+def _unseen() -> Entry:
+    """An entry of a call that was seen in the forward pass and whose heads are not known yet."""
+    return Entry(0, 1, Sums.empty(0), reachable=False)
+
+
+@dataclass(eq=False)
+class State:
+    """Entries by key, in the order in which the model made the calls.
+
+    `sequences`: identities of the sequences seen, in order. `dtypes`: output dtypes of the kernels, for tolerances.
+    """
+
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    sequences: dict[int, None] = field(default_factory=dict)
+
+    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
+        """Note a call of the forward pass, so that heads without a gradient are listed too."""
+        entry = self.entries.setdefault(Key(call.site, call.use), _unseen())
+        if not entry.heads:
+            entry.heads, entry.group, entry.sums = heads, group, Sums.empty(heads)
+        entry.reachable |= reachable
+
+    def add(self, call: AttentionCall, *, edges: int = 0, tokens: bool = False, scale: float = 1.0) -> None:
+        """Add one call.
+
+        Args:
+            edges: how many edges per head and direction to keep; tokens: whether to keep token rows.
+            scale: the loss scale that u carries; it is taken out.
+
+        Raises:
+            LawViolated: when the recomputed weights do not reproduce the kernel's output.
+        """
+        rows = blockwise.vectors(call, edges=edges)
+        sums = sequence_sums(call, rows)
+        heads = call.query.shape[1]
+        _check(call, sums)
+        key = Key(call.call.site, call.call.use, call.delivery)
+        new = Entry(heads, call.group, Sums.empty(heads), updates=Updates.empty(heads, call.value.shape[-1]))
+        identities = call.call.sequences.identities
+        new.sums.add(sums, bootstrap.weights(identities))
+        assert new.updates is not None
+        new.updates.add(rows)
+        if edges and rows.edges is not None:
+            new.edges = TopEdges.empty(heads, edges)
+            new.edges.add(rows.edges, call.call.sequences)
+        if tokens:
+            new.tokens = Tokens([token_rows(call, rows)])
+        if scale != 1.0:
+            new.divide(scale)
+        self.sequences.update(dict.fromkeys(identities))
+        entry = self.entries.setdefault(key, _unseen())
+        was_bad = entry.sums.bad_now if entry.heads else new.sums.bad_now
+        bad = was_bad | new.sums.bad_now
+        new.sums.bad_now = torch.zeros_like(bad)
+        entry.merge(new)
+        entry.sums.bad_now = bad
+
+    def merge(self, other: State) -> None:
+        """Add a state of other sequences of the same model."""
+        for key, theirs in other.entries.items():
+            if key in self.entries:
+                self.entries[key].merge(theirs)
+            else:
+                self.entries[key] = theirs.copy()
+        self.sequences.update(other.sequences)
+
+    def divide(self, weight: float) -> None:
+        """Take the loss weight out of u everywhere."""
+        for entry in self.entries.values():
+            entry.divide(weight)
+
+    def close_step(self) -> None:
+        for entry in self.entries.values():
+            entry.sums.close_step()
+
+    def copy(self) -> State:
+        return State({key: entry.copy() for key, entry in self.entries.items()}, dict(self.sequences))
+
+
+def _check(call: AttentionCall, sums: torch.Tensor) -> None:
+    residual, scale = sums[..., INDEX["residual"]].sum(0), sums[..., INDEX["residual_scale"]].sum(0)
+    limit = TOLERANCE.get(call.output.dtype, 1e-4)
+    wrong = torch.isfinite(residual) & (scale > 1e-30) & (residual > limit**2 * scale)
+    if wrong.any():
+        head = int(wrong.nonzero()[0])
+        value = float((residual[head] / scale[head]).sqrt())
+        raise LawViolated(
+            f"{call.call.site.module}, head {head}: the weights recomputed for {call.call.implementation!r} do not "
+            f"reproduce the head's output (law_residual {value:.1e}, at most {limit:.0e} allowed), so nothing said "
+            "about it could be trusted; leave the layer out with layers=, or load the model with "
+            "attn_implementation='sdpa'."
+        )

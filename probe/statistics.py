@@ -1,0 +1,217 @@
+"""What is kept of every call: sums, and nothing else.
+
+A column of the heads table is a function of sums over sequences, so batches, shards and ranks that hold different
+sequences or heads add up. Each sum has a degree in u: dividing u by w divides the sum by w^degree, which is how
+loss weight and loss scale, known only at the end of a step, are taken out. States hold float64 on the CPU.
+
+Shapes: B batch, H query heads, K key/value heads, S key positions, V value width, C number of sums, R replicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..hooks.call import AttentionCall
+from ..hooks.refusals import MergeRefused
+from . import bootstrap
+from .vectors import Vectors
+
+# stored sum → degree in u
+SUMS: dict[str, int] = {
+    "queries": 0,
+    "blind_queries": 0,
+    "entropy": 0,
+    "sink": 0,
+    "first_key": 0,
+    "distance": 0,
+    "advantage_square": 2,
+    "missed": 1,
+    "alignment": 0,
+    "aligned": 0,
+    "score_square": 2,
+    "value_gradient_square": 2,
+    "group_gradient_square": 2,
+    "value_square": 0,
+    "keys": 0,
+    "usage_entropy": 0,
+    "uniform_entropy": 0,
+    "over_uniform": 1,
+    "coherence_sum": 1,
+    "coherence_bound": 1,
+    "cosine_sum": 0,
+    "cosine_bound": 0,
+    "residual": 2,
+    "residual_scale": 2,
+}
+INDEX = {name: place for place, name in enumerate(SUMS)}
+DEGREE = torch.tensor(list(SUMS.values()), dtype=torch.float64)
+
+Array = NDArray[np.float64]
+
+
+def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
+    """(B,H,C) float64 on the CPU: the sums of every batch row and head of one call."""
+    m, counted = rows.value_gradient, rows.counted
+    batch, heads, keys, width = m.shape
+    grouped = m.view(batch, heads // call.group, call.group, keys, width)
+    value = call.value.to(m.dtype)
+    used = (rows.uniform > 0).expand(batch, -1, keys)
+    queries = counted.sum(-1)
+    norm = m.norm(dim=-1)
+    group_square = grouped.sum(2).square().sum((-1, -2)) if call.group > 1 else norm.square().sum(-1)
+    value_norm = value.norm(dim=-1).repeat_interleave(call.group, 1)
+    along = torch.matmul(grouped.transpose(2, 3), value[..., None]).squeeze(-1).transpose(2, 3).reshape_as(norm)
+    turned = (norm > 0) & (value_norm > 0) & (rows.usage > 0)
+    cosine = torch.where(turned, -along / torch.where(turned, norm * value_norm, 1.0), 0.0)
+    sums = {
+        "queries": queries,
+        "blind_queries": call.visibility.counted(batch, m.device)[:, None].sum(-1) - queries,
+        "entropy": rows.entropy.sum(-1),
+        "sink": rows.sink.sum(-1),
+        "first_key": rows.first_key,
+        "distance": rows.distance,
+        "advantage_square": rows.advantage_square.sum(-1),
+        "missed": rows.missed.sum(-1),
+        "alignment": rows.alignment.sum(-1),
+        "aligned": rows.aligned.sum(-1),
+        "score_square": rows.score_square.sum(-1),
+        "value_gradient_square": norm.square().sum(-1),
+        "group_gradient_square": group_square.repeat_interleave(call.group, 1) if call.group > 1 else group_square,
+        "value_square": torch.where(used, value_norm, 0.0).square().sum(-1),
+        "keys": used.sum(-1).expand(batch, heads),
+        "usage_entropy": _entropy(rows.usage) * queries,
+        "uniform_entropy": _entropy(rows.uniform) * queries,
+        "over_uniform": rows.over_uniform.sum(-1),
+        "coherence_sum": norm.sum(-1),
+        "coherence_bound": rows.user_norm.sum(-1),
+        "cosine_sum": (cosine * rows.usage).sum(-1),
+        "cosine_bound": torch.where(turned, rows.usage, 0.0).sum(-1),
+        "residual": rows.residual.sum(-1),
+        "residual_scale": rows.residual_scale.sum(-1),
+    }
+    return torch.stack([sums[name].to(torch.float64).expand(batch, heads).cpu() for name in SUMS], -1)
+
+
+def _entropy(usage: Tensor) -> Tensor:
+    """Entropy in nats of the share of each key, over the last axis."""
+    usage = usage.double()
+    share = usage / usage.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return -torch.xlogy(share, share).sum(-1)
+
+
+@dataclass(eq=False)
+class Sums:
+    """The sums of one module, use and delivery: (H,C), with R bootstrap replicates (R,H,C) unless `replicates` is None.
+
+    `bad_steps` (H,): in how many steps a head had non-finite numbers, which were left out.
+    """
+
+    total: Tensor
+    replicates: Tensor | None
+    bad_steps: Tensor
+    bad_now: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bad_now = torch.zeros_like(self.bad_steps, dtype=torch.bool)
+
+    @classmethod
+    def empty(cls, heads: int, *, replicated: bool = True) -> Sums:
+        zeros = torch.zeros(heads, len(SUMS), dtype=torch.float64)
+        replicates = torch.zeros(bootstrap.REPLICATES, heads, len(SUMS), dtype=torch.float64) if replicated else None
+        return cls(zeros, replicates, torch.zeros(heads, dtype=torch.long))
+
+    def add(self, sums: Tensor, weights: Tensor) -> None:
+        """Add one call.
+
+        Args:
+            sums: (B,H,C) of `sequence_sums`; heads with a non-finite number are flagged and left out.
+            weights: (R,B) of `bootstrap.weights`.
+        """
+        bad = ~torch.isfinite(sums).all(-1).all(0)
+        if bad.any():
+            sums = sums.masked_fill(bad[None, :, None], 0.0)
+            self.bad_now |= bad
+        self.total += sums.sum(0)
+        if self.replicates is not None:
+            self.replicates += (weights @ sums.flatten(1)).view_as(self.replicates)
+
+    def close_step(self) -> None:
+        self.bad_steps += self.bad_now
+        self.bad_now.zero_()
+
+    def divide(self, weight: float) -> None:
+        """Take a factor out of u: every sum is divided by weight^degree."""
+        factor = weight**-DEGREE
+        self.total *= factor
+        if self.replicates is not None:
+            self.replicates *= factor
+
+    def merge(self, other: Sums) -> None:
+        """Add the sums of other sequences.
+
+        Raises:
+            MergeRefused: when the two have different numbers of heads.
+        """
+        if self.total.shape != other.total.shape:
+            raise MergeRefused(
+                f"Sums of {other.total.shape[0]} heads cannot be added to sums of {self.total.shape[0]} heads; "
+                "merge only watches of the same model."
+            )
+        self.total += other.total
+        self.bad_steps += other.bad_steps + other.bad_now
+        if self.replicates is not None and other.replicates is not None:
+            self.replicates += other.replicates
+
+    def copy(self, *, replicated: bool = True) -> Sums:
+        replicates = self.replicates.clone() if replicated and self.replicates is not None else None
+        return Sums(self.total.clone(), replicates, self.bad_steps + self.bad_now)
+
+    def columns(self) -> dict[str, Array]:
+        """Every column of the heads table, (H,) each."""
+        return columns(self.total.numpy())
+
+    def intervals(self) -> dict[str, tuple[Array, Array]]:
+        """Lower and upper end of the 95 % percentile interval of every column, (H,) each."""
+        assert self.replicates is not None
+        return {name: bootstrap.interval(values) for name, values in columns(self.replicates.numpy()).items()}
+
+
+# Definitions of the heads table: column → function of the sums, which are looked up by name
+_COLUMNS: dict[str, Callable[[Callable[[str], Array]], Array]] = {
+    "queries": lambda s: s("queries"),
+    "attention_entropy": lambda s: s("entropy") / s("queries"),
+    "sink_share": lambda s: s("sink") / s("queries"),
+    "effective_keys": lambda s: np.exp(s("entropy") / s("queries")),
+    "first_key_share": lambda s: s("first_key") / s("queries"),
+    "mean_distance": lambda s: s("distance") / s("queries"),
+    "advantage_std": lambda s: np.sqrt(s("advantage_square") / s("queries")),
+    "advantage_missed": lambda s: s("missed") / s("queries"),
+    "alignment": lambda s: s("alignment") / s("aligned"),
+    "routing_pressure": lambda s: np.sqrt(s("score_square")),
+    "content_pressure": lambda s: np.sqrt(s("value_gradient_square")),
+    "content_relative": lambda s: np.sqrt(s("value_gradient_square") * s("value_square") / s("keys")),
+    "score_slope": lambda s: -s("score_square"),
+    "value_slope": lambda s: -s("value_gradient_square"),
+    "kv_value_slope": lambda s: -s("group_gradient_square"),
+    "edge_over_uniform": lambda s: s("over_uniform") / s("queries"),
+    "usage_effective": lambda s: np.exp(s("usage_entropy") / s("queries")),
+    "usage_uniform": lambda s: np.exp(s("uniform_entropy") / s("queries")),
+    "coherence": lambda s: s("coherence_sum") / s("coherence_bound"),
+    "update_cosine": lambda s: s("cosine_sum") / s("cosine_bound"),
+    "law_residual": lambda s: np.sqrt(s("residual") / s("residual_scale")),
+}
+COLUMNS = tuple(_COLUMNS)
+
+
+def columns(sums: Array) -> dict[str, Array]:
+    """The columns of the heads table from sums (…,C); NaN where nothing was counted."""
+    counted = sums[..., INDEX["queries"]] > 0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        table = {name: define(lambda part: sums[..., INDEX[part]]) for name, define in _COLUMNS.items()}
+    return {name: values if name == "queries" else np.where(counted, values, np.nan) for name, values in table.items()}

@@ -1,0 +1,115 @@
+"""Query rows and key rows, token by token, kept only where they were asked for (`detail="tokens"` or `"edges"`).
+
+Shapes: B batch, H query heads, Q query positions, S key positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..hooks.call import AttentionCall
+from .vectors import Vectors
+
+# column → (degree in u, belongs to query rows)
+QUERY_COLUMNS = {
+    "entropy": 0,
+    "expected_compatibility": 1,
+    "advantage_missed": 1,
+    "advantage_spread": 1,
+    "upstream_norm": 1,
+}
+KEY_COLUMNS = {"usage": 0, "coherence": 0, "update_norm": 1, "update_cosine": 0}
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Rows of one side of one call: (n,) sequence row, position and token id (−1: no token); columns (n,H)."""
+
+    row: NDArray[np.int64]
+    position: NDArray[np.int64]
+    token_id: NDArray[np.int64]
+    columns: dict[str, NDArray[np.float64]]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """The token rows of one call."""
+
+    identities: tuple[int, ...]
+    queries: Side
+    keys: Side
+
+
+@dataclass(eq=False)
+class Tokens:
+    """The token rows of every call of one module and use, in order; `divide` applies to all of them."""
+
+    calls: list[TokenRows] = field(default_factory=list)
+
+    def divide(self, weight: float) -> None:
+        for call in self.calls:
+            for side, degrees in ((call.queries, QUERY_COLUMNS), (call.keys, KEY_COLUMNS)):
+                for name, degree in degrees.items():
+                    if degree:
+                        side.columns[name] /= weight**degree
+
+    def merge(self, other: Tokens) -> None:
+        self.calls.extend(other.calls)
+
+    def copy(self) -> Tokens:
+        return Tokens([_copy(call) for call in self.calls])
+
+
+def _copy(call: TokenRows) -> TokenRows:
+    def side(rows: Side) -> Side:
+        return Side(rows.row, rows.position, rows.token_id, {name: part.copy() for name, part in rows.columns.items()})
+
+    return TokenRows(call.identities, side(call.queries), side(call.keys))
+
+
+def token_rows(call: AttentionCall, rows: Vectors) -> TokenRows:
+    """The token rows of one call: queries that count, and keys that some counted query can see."""
+    sequences = call.call.sequences
+    m = rows.value_gradient
+    norm = m.norm(dim=-1)
+    value = call.value.to(m.dtype).repeat_interleave(call.group, 1)
+    value_norm = value.norm(dim=-1)
+    turned = (norm > 0) & (value_norm > 0)
+    cosine = torch.where(turned, -(m * value).sum(-1) / torch.where(turned, norm * value_norm, 1.0), torch.nan)
+    coherence = norm / rows.user_norm  # 0/0: nobody looked, NaN
+    query = {
+        "entropy": rows.entropy,
+        "expected_compatibility": rows.expected,
+        "advantage_missed": rows.missed,
+        "advantage_spread": rows.spread,
+        "upstream_norm": rows.upstream_norm,
+    }
+    key = {"usage": rows.usage, "coherence": coherence, "update_norm": norm, "update_cosine": cosine}
+    own, other = call.visibility.positions(m.device)
+    used = (rows.uniform > 0).any(1)
+    return TokenRows(
+        sequences.identities,
+        _side(rows.counted.any(1), own, sequences.query_rows, sequences.query_ids, query),
+        _side(used, other, sequences.key_rows, sequences.key_ids, key),
+    )
+
+
+def _side(
+    kept: torch.Tensor,
+    positions: torch.Tensor,
+    real: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    columns: dict[str, torch.Tensor],
+) -> Side:
+    row, place = kept.nonzero(as_tuple=True)
+    position = positions.expand(kept.shape)[row, place]
+    if real is not None:  # positions count from the first token of the sequence, wherever its padding lies
+        first = real.to(torch.uint8).argmax(dim=1)
+        position = position - first.to(position.device)[row]
+    token = ids.to(row.device)[row, place] if ids is not None else torch.full_like(row, -1)
+    picked = {name: part.transpose(1, 2)[row, place].double().cpu().numpy() for name, part in columns.items()}
+    return Side(row.cpu().numpy(), position.cpu().numpy(), token.cpu().numpy(), picked)

@@ -1,0 +1,58 @@
+"""What both implementations of the law return: numbers per query row and per key, O(T) of them.
+
+Shapes: B batch, H query heads, Q query positions, S key positions, V value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from torch import Tensor
+
+from .edges import Edges
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """One call, row by row and key by key; rows that do not count hold 0.
+
+    Rows, (B,H,Q): R is the set of counted rows that see at least one key.
+        counted: bool, membership in R. entropy: −Σ_j α ln α, nats. sink: 1 − Σ_j α.
+        expected: E_i = Σ_j α b. advantage_square: Σ_j α A². missed: max over visible keys of A.
+        alignment: Pearson correlation of α_i and A_i over V_i where `aligned` (three visible keys, both vary).
+        score_square: Σ_j D². spread: ½ Σ_j |D|. over_uniform: mean over visible keys of b, minus E_i.
+        upstream_norm: ‖u_i‖. residual: (Σ_j w b − u_i·o_i)². residual_scale: Σ_j α b².
+    Sequences, (B,H): distance: Σ_ij α_ij |position_i − position_j|. first_key: Σ_i α_{i,f}.
+    Keys, (B,H,S): usage: N_j = Σ_i α_ij. user_norm: Σ_i w_ij ‖u_i‖. value_gradient (B,H,S,V): m_j = Σ_i w_ij u_i.
+        uniform (B,1 or H,S): usage if every row spread evenly over its visible keys.
+    edges: the strongest score gradients, where asked for: (towards attention, away from attention).
+    """
+
+    counted: Tensor
+    entropy: Tensor
+    sink: Tensor
+    expected: Tensor
+    advantage_square: Tensor
+    missed: Tensor
+    alignment: Tensor
+    aligned: Tensor
+    score_square: Tensor
+    spread: Tensor
+    over_uniform: Tensor
+    upstream_norm: Tensor
+    residual: Tensor
+    residual_scale: Tensor
+    distance: Tensor
+    first_key: Tensor
+    usage: Tensor
+    user_norm: Tensor
+    value_gradient: Tensor
+    uniform: Tensor
+    edges: tuple[Edges, Edges] | None = None
+
+    def cpu(self) -> Vectors:
+        """The same on the CPU."""
+        moved = {
+            field.name: value.cpu() for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
