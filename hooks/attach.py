@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from . import attention_registry, override
 from .call import AttentionCall, CallSite, Needs, Receiver
 from .forward import Forward, Frame, frame, frames, takes_inputs
+from .observe import running_calls
 from .refusals import UnsupportedKernel
 from .site import Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked
@@ -56,14 +57,16 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Awaited:
-    """A checkpointed call that may be recomputed."""
+    """A checkpointed call that may be recomputed, and what was decided about it.
+
+    `decision`: None when it was left alone. `delivery`: the tap that waits for its gradient, None inside reentrant
+    checkpoints, where the tap is made by the recomputation.
+    """
 
     fingerprint: Tensor
     shape: torch.Size
-    call: CallSite
-    needs: Needs
-    reach: bool
-    delivery: weakref.ref[Delivery] | None
+    decision: tuple[CallSite, Needs, bool] | None
+    delivery: weakref.ref[Delivery] | None = None
 
     @property
     def alive(self) -> bool:
@@ -170,6 +173,8 @@ class Attachment:
         if recomputing():
             return self._repeat(module, query) if torch.is_grad_enabled() else None
         if not self.open:
+            if saving_is_hooked():
+                self._remember(module, query, None)
             return None
         forward = self._current(module)
         use = forward.use(module)
@@ -180,11 +185,14 @@ class Attachment:
         site = self.site(module)
         needs = self.receiver.wants(site)
         if needs is None:
+            if deferred or saving_is_hooked():
+                self._remember(module, query, None)
             return None
         anchor = torch.zeros((), requires_grad=True) if forward.reach else None
         return Plan(self, module, site, needs, forward, use, anchor, saving_is_hooked(), deferred)
 
     def _repeat(self, module: nn.Module, query: Tensor) -> Plan | None:
+        """The decision of the original forward, for the same call recomputed."""
         queue = self._awaited.get(id(module))
         if not queue:
             return None
@@ -197,10 +205,14 @@ class Attachment:
             return None
         if entry.delivery is None:
             queue.remove(entry)
-        anchor = torch.zeros((), requires_grad=True) if entry.reach else None
-        return Plan(self, module, entry.call.site, entry.needs, None, entry.call.use, anchor, call=entry.call)
+        if entry.decision is None:
+            return None
+        call, needs, reach = entry.decision
+        anchor = torch.zeros((), requires_grad=True) if reach else None
+        return Plan(self, module, call.site, needs, None, call.use, anchor, call=call)
 
     def await_recomputation(self, plan: Plan, query: Tensor, call: CallSite, delivery: Delivery | None) -> None:
+        """Note that a checkpointed call is observed, so that its recomputation will be as well."""
         reference = None
         if delivery is not None:
             owner = weakref.ref(self)
@@ -208,16 +220,22 @@ class Attachment:
             def freed(_: Any) -> None:
                 attachment = owner()
                 if attachment is not None:
-                    attachment._settle()
+                    attachment.passed()
 
             reference = weakref.ref(delivery, freed)
-        entry = _Awaited(
-            _fingerprint(query), query.shape, call, plan.needs, plan.anchor is not None, delivery=reference
-        )
-        queue = self._awaited.setdefault(id(plan.module), deque(maxlen=_REMEMBERED))
+        self._remember(plan.module, query, (call, plan.needs, plan.anchor is not None), reference)
+
+    def _remember(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        decision: tuple[CallSite, Needs, bool] | None,
+        delivery: weakref.ref[Delivery] | None = None,
+    ) -> None:
+        queue = self._awaited.setdefault(id(module), deque(maxlen=_REMEMBERED))
         while queue and not queue[0].alive:
             queue.popleft()
-        queue.append(entry)
+        queue.append(_Awaited(_fingerprint(query), query.shape, decision, delivery))
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -268,7 +286,7 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
 def plans(module: nn.Module, query: Tensor) -> list[Plan]:
     """Who observes this call of `module` with `query` (B,H,Q,D)."""
     attachments = _by_module.get(id(module))
-    if not attachments:
+    if not attachments or any(running is module for running in running_calls.modules):
         return []
     if torch._C._functorch.peek_interpreter_stack() is not None:
         error = UnsupportedKernel(

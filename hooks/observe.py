@@ -6,12 +6,13 @@ all: ask who observes, tap the inputs where their gradients are wanted, run, tap
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .call import CallSite
 from .refusals import ProbeError
@@ -39,6 +40,15 @@ class Reading:
     sinks: Tensor | None = None
     weights: bool = False
 
+
+class _Running(threading.local):
+    """The modules whose observed kernel is running on this thread: what it calls inside is part of the same call."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+
+running_calls = _Running()
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
@@ -74,7 +84,11 @@ def observe(
         if plan.needs.inputs:
             query, key, value = tap_inputs(delivery, query, key, value, plan.anchor)
         deliveries.append((plan, delivery))
-    output, second = run(query, key, value)
+    running_calls.modules.append(plans[0].module)
+    try:
+        output, second = run(query, key, value)
+    finally:
+        running_calls.modules.pop()
     named = {"query": query, "key": key, "value": value, "mask": reading.mask, "bias": reading.bias}
     named |= {"sinks": reading.sinks, "weights": second if reading.weights else None}
     present = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}

@@ -76,8 +76,8 @@ class Visibility:
     rows: Tensor | None = None
 
     def shared(self, start: int, low: int, high: int) -> int:
-        """How many of the keys low … high-1, from the left, every query from `start` on is known to see."""
-        if self.mask is not None or self.structure.window is not None:
+        """How many of the keys low … high-1, from the left, every query from `start` on is known to see, unbiased."""
+        if self.mask is not None or self.bias is not None or self.structure.window is not None:
             return 0
         return max(0, min(high, start + self.structure.offset + 1) - low) if self.structure.causal else high - low
 

@@ -219,7 +219,7 @@ class _Pass:
             varied[..., edge:].masked_fill_(hidden, 0.0)
         variation = varied.square_().sum(-1)
         covariance = mass * less_sum / n - expected * (1 - mass)  # Σ_j α_ij A_ij = −E (1 − Σ_j α_ij)
-        tiny = (16 * torch.finfo(self.dtype).eps) ** 2
+        tiny = torch.finfo(self.dtype).eps  # of a square; below, a correlation would be one of rounding errors
         aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
         aligned &= less_variation > tiny * b_square
         self.aligned[place] = aligned

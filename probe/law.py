@@ -87,9 +87,9 @@ def law(call: AttentionCall, dtype: torch.dtype | None = None) -> Law:
     some = visible.any(-1, keepdim=True)
     if call.sinks is not None:
         hidden = call.sinks.to(dtype)[None, :, None, None].expand(batch, heads, query.shape[2], 1)
-        attention = torch.softmax(torch.cat([score, hidden], -1), -1)[..., :-1]
+        attention, sink = torch.softmax(torch.cat([score, hidden], -1), -1).split([score.shape[-1], 1], -1)
     else:
-        attention = torch.softmax(score, -1)
+        attention, sink = torch.softmax(score, -1), torch.zeros_like(score[..., :1])
     attention = torch.where(visible & some, attention, 0.0)
     weights = attention if call.weights is None else torch.where(visible & some, call.weights.to(dtype), 0.0)
     upstream = torch.where(some, upstream, 0.0)
@@ -108,7 +108,7 @@ def law(call: AttentionCall, dtype: torch.dtype | None = None) -> Law:
         score_gradient=score_gradient,
         raw_score_gradient=score_gradient * slope,
         value_gradient=einsum(weights, upstream, "b h q s, b h q v -> b h s v"),
-        sink=torch.where(some[..., 0], 1 - attention.sum(-1), 0.0),
+        sink=torch.where(some, sink, 0.0)[..., 0],
     )
 
 
@@ -138,7 +138,7 @@ def vectors(call: AttentionCall, dtype: torch.dtype | None = None) -> Vectors:
         return torch.where(visible, tensor - (tensor.sum(-1) / count)[..., None], 0.0)
 
     varied_attention, varied_advantage = centred(attention), centred(advantage)
-    tiny = 16 * torch.finfo(attention.dtype).eps
+    tiny = torch.finfo(attention.dtype).eps ** 0.5  # below, a correlation would be one of rounding errors
     compatible = terms.compatibility.masked_fill(~visible, 0.0)
     aligned = usable & (seen >= 3)
     aligned &= varied_attention.norm(dim=-1) > tiny * attention.norm(dim=-1)
