@@ -1,9 +1,9 @@
 """The law in O(T) memory: blocks of queries against all the keys they can see, in one pass.
 
-The same numbers as `law.vectors`, by other formulas where those are cheaper: the alignment of a row follows from the
-sum of b, ‖b − E‖ and ‖α − ᾱ‖; entropy from the log-normaliser; usage, coherence and the value gradient from one product
-αᵀ[u, ‖u‖, 1]. Masked scores are finite, so that nothing becomes NaN on the way. Rows that do not count are left out by
-`where`, never by multiplying.
+The same numbers as `law.vectors`, by other formulas where those are cheaper: entropy follows from the log-normaliser;
+usage, coherence and the value gradient from one product αᵀ[u, ‖u‖, 1]; distances, in causal order, from usage. Masked
+scores are finite, so that nothing becomes NaN on the way. Rows that do not count are left out by `where`, never by
+multiplying.
 
 Shapes: B batch, H query heads, K key/value heads, Q query positions, S key positions, D head width, V value width;
 inside a block b, h, r stand for the part of B, H, Q at hand and s for the keys that its rows can see.
@@ -217,8 +217,8 @@ class _Pass:
         varied = torch.sub(attention, (mass / n)[..., None], out=buffer)
         if hidden is not None:
             varied[..., edge:].masked_fill_(hidden, 0.0)
+        covariance = -torch.mul(varied, less).sum(-1)
         variation = varied.square_().sum(-1)
-        covariance = mass * less_sum / n - expected * (1 - mass)  # Σ_j α_ij A_ij = −E (1 − Σ_j α_ij)
         tiny = torch.finfo(self.dtype).eps  # of a square; below, a correlation would be one of rounding errors
         aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
         aligned &= less_variation > tiny * b_square

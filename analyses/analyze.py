@@ -1,0 +1,160 @@
+"""The main job: what the loss on a text is doing to every head of a causal language model.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from .. import __version__
+from ..hooks.refusals import BadInput, NoGradientReached
+from ..probe.watch import Watch, watch
+from .corpus import Window, batches, context_of, encode, start_token, windows
+
+WINDOW = 256  # tokens in a window unless asked otherwise: enough sequences for an interval, from a page of text
+LOGITS = 1 << 27  # logits held at once
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One analysis: its frames, the strongest edges with their text, and its record."""
+
+    heads: pd.DataFrame
+    tokens: pd.DataFrame
+    edges: pd.DataFrame
+    updates: pd.DataFrame
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def frames(self) -> dict[str, pd.DataFrame]:
+        return {"heads": self.heads, "tokens": self.tokens, "edges": self.edges, "updates": self.updates}
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed next-token cross-entropy, nats, of logits (B,T,V) under targets (B,T), −100 unused."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def cut(
+    texts: Sequence[tuple[str, str]], model: nn.Module, tokenizer: Any, *, length: int | None, most: int | None
+) -> list[Window]:
+    """Windows of all texts (name, text), at most `most` tokens in all.
+
+    Raises:
+        BadInput: for texts that are too short, a window that is longer than the context, or nothing left.
+    """
+    context = context_of(model)
+    if length is not None and length < 2:
+        raise BadInput(f"--window must be at least 2 tokens, not {length}.")
+    if length is not None and context is not None and length > context:
+        raise BadInput(f"--window {length} is longer than the model's context of {context} tokens.")
+    if most is not None and most < 2:
+        raise BadInput(f"--max-tokens must be at least 2, not {most}.")
+    length = length or min(WINDOW, context or WINDOW)
+    first = start_token(tokenizer)
+    found: list[Window] = []
+    left = most
+    for name, text in texts:
+        ids = encode(text, name, tokenizer, model)
+        if left is not None:
+            ids = ids[:left]
+            left -= len(ids)
+        found.extend(windows(ids, name, length, first))
+        if left is not None and left < 2:
+            break
+    if not found:
+        raise BadInput("No text is left to analyse; give a longer one, or raise --max-tokens.")
+    return found
+
+
+def analyze(
+    model: nn.Module,
+    tokenizer: Any,
+    items: Sequence[Window],
+    *,
+    name: str,
+    batch_size: int | None = None,
+    edges: int = 64,
+    progress: Progress | None = None,
+    record: dict[str, Any] | None = None,
+) -> Run:
+    """Run the model over windows of text, mean cross-entropy as the loss, and collect every head.
+
+    Args:
+        model: a causal language model; it is not changed, and best frozen (no weight gradients).
+        items: windows of `cut`.
+        batch_size: windows at once (default: as many as keep the logits small).
+        progress: told (windows done, windows in all, note).
+
+    Raises:
+        Whatever the watch refuses; NoGradientReached when no head received a gradient.
+    """
+    device = next(model.parameters()).device
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    longest = max(len(window.ids) for window in items)
+    size = batch_size or max(1, min(16, LOGITS // (vocabulary * longest)))
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    began = time.monotonic()
+    total, targets, done = 0.0, 0, 0
+    with watch(model, detail="edges", edges=edges, tokenizer=tokenizer) as seen:
+        for batch in batches(items, size, padding):
+            ids, mask = batch.ids.to(device), batch.mask.to(device)
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            loss = cross_entropy(logits, batch.targets.to(device))
+            (loss / batch.count).backward()
+            seen.step(loss_weight=1 / batch.count)
+            total, targets, done = total + loss.item(), targets + batch.count, done + len(ids)
+            if progress is not None:
+                progress(done, len(items), f"loss {total / targets:.3f} nats")
+    heads = seen.heads(intervals=True)
+    if (heads["status"].astype(str).str.startswith("no gradient")).all():
+        raise NoGradientReached("No gradient reached any head; the loss does not depend on attention.")
+    return Run(
+        heads,
+        seen.tokens(),
+        seen.edges(edges),
+        seen.updates(),
+        {
+            **_record(model, seen, name),
+            "windows": len(items),
+            "window_tokens": longest,
+            "texts": sorted({window.source for window in items}),
+            "tokens": sum(len(window.ids) for window in items),
+            "targets": targets,
+            "loss": total / targets,
+            "loss_unit": "nats per target",
+            "loss_reduction": "mean over targets; u divided by 1/targets, so numbers are per summed loss",
+            "batch_size": size,
+            "seconds": round(time.monotonic() - began, 2),
+            **(record or {}),
+        },
+    )
+
+
+def _record(model: nn.Module, seen: Watch, name: str) -> dict[str, Any]:
+    libraries = ("torch", "transformers", "pandas", "numpy")
+    config: Any = getattr(model, "config", None)
+    return {
+        "format": 1,
+        "advantage_probe": __version__,
+        "versions": {"python": platform.python_version()} | {library: version(library) for library in libraries},
+        "model": name,
+        "architecture": type(model).__name__,
+        "attention_implementation": getattr(config, "_attn_implementation", None),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": str(next(model.parameters()).device),
+        "threads": torch.get_num_threads(),
+        "loss_weight": seen.loss_weight,
+    }

@@ -1,0 +1,282 @@
+"""The command line: `advantage-probe`.
+
+This module imports neither torch nor transformers, so that `--help` answers at once; every command loads what it needs.
+Errors of the user's input are one sentence on stderr and exit code 2; a failed check is exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from .analyze import Run
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="See how cross-entropy reshapes every attention head of a transformer.",
+)
+
+Model = Annotated[str | None, typer.Argument(help="A local folder or a hub name; leave out with --example.")]
+Text = Annotated[
+    list[str] | None, typer.Option("--text", help="Text file, UTF-8; may be given several times; - is stdin.")
+]
+Example = Annotated[str | None, typer.Option("--example", help="A model and text at hand: gemma or sticky.")]
+Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, mps …")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Analyse at most this many tokens of the text.")]
+Window = Annotated[
+    int | None, typer.Option("--window", help="Tokens per window, at most the model's context. [default: 256]")
+]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Windows at once. [default: by memory]")]
+Attention = Annotated[str | None, typer.Option("--attention", help="Attention implementation, such as sdpa or eager.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@contextmanager
+def _progress(title: str, total: int | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on stderr; plain lines, at most one per tenth, where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        shown = [-1]
+
+        def plain(done: int, whole: int, note: str) -> None:
+            tenth = done * 10 // max(whole, 1)
+            if tenth > shown[0]:
+                shown[0] = tenth
+                print(f"{title}: {done}/{whole} {note}", file=sys.stderr, flush=True)
+
+        yield plain
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(
+        *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=Console(stderr=True)
+    ) as bar:
+        task = bar.add_task(title, total=total, note="")
+
+        def draw(done: int, whole: int, note: str) -> None:
+            bar.update(task, completed=done, total=whole, note=note)
+
+        yield draw
+
+
+def _source(
+    model: str | None, text: list[str] | None, example: str | None, *, needs_text: bool = True
+) -> tuple[str, list[tuple[str, str]], str]:
+    """What to load, the texts (name, text), and the name that the record shows."""
+    from ..hooks.refusals import BadInput
+    from . import examples
+    from .corpus import read_text
+
+    name = model or ""
+    files = list(text or [])
+    if example is not None:
+        if example not in examples.EXAMPLES:
+            raise BadInput(f"--example must be one of {', '.join(examples.EXAMPLES)}, not {example!r}.")
+        if model is not None:
+            raise BadInput("Give a model or --example, not both.")
+        with _progress(f"preparing {example}") as note:
+            if example == "gemma":
+                folder, name = examples.gemma(note), "gemma-3-270m"
+                files = files or [str(examples.text_file("declaration.txt"))]
+            else:
+                folder, name = examples.cache_folder() / "sticky-chain", "sticky-chain"
+                if not (folder / "text.txt").is_file():
+                    examples.sticky(folder, note)
+                files = files or [str(folder / "text.txt")]
+        model = str(folder)
+    if model is None:
+        raise BadInput("Name a model (a folder or a hub name), or say --example sticky or --example gemma.")
+    if not files and needs_text:
+        files = [str(examples.text_file("declaration.txt"))]
+    texts = [(Path(file).name if file != "-" else "standard input", read_text(file)) for file in files]
+    return model, texts, name
+
+
+@app.command()
+def analyze(
+    model: Model = None,
+    text: Text = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results; must not exist or be empty.")] = Path(
+        "probe-report"
+    ),
+    example: Example = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    max_tokens: MaxTokens = 4096,
+    window: Window = None,
+    batch_size: BatchSize = None,
+    attention: Attention = None,
+    edges: Annotated[int, typer.Option("--edges", min=1, help="Pairs to keep per head and direction.")] = 64,
+    top: Annotated[int, typer.Option("--top", min=1, help="Heads to print.")] = 12,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in --out.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what the loss on a text does to every head: tables, files and a report.
+
+    Example: advantage-probe analyze openai-community/gpt2 --text book.txt --out gpt2-book
+    """
+    from . import analyze as job
+    from .export import check_out, jsonable, new_folder, write_frame, write_json
+    from .loading import load
+    from .report import html
+
+    check_out(out, overwrite=overwrite)
+    source, texts, name = _source(model, text, example)
+    with _progress("loading", 1) as note:
+        loaded = load(source, dtype=dtype, device=device, implementation=attention)
+        note(1, 1, name)
+    items = job.cut(texts, loaded.model, loaded.tokenizer, length=window, most=max_tokens)
+    with _progress("analysing", len(items)) as note:
+        run = job.analyze(
+            loaded.model,
+            loaded.tokenizer,
+            items,
+            name=name,
+            batch_size=batch_size,
+            edges=edges,
+            progress=note,
+            record={"revision": loaded.revision},
+        )
+    with new_folder(out, overwrite=overwrite) as folder, _progress("writing", 5) as note:
+        for place, (title, frame) in enumerate(run.frames.items()):
+            write_frame(frame, folder / title)
+            note(place + 1, 5, title)
+        write_json(run.record, folder / "run.json")
+        (folder / "report.html").write_text(html(run), encoding="utf-8")
+        note(5, 5, "report")
+    if as_json:
+        import json
+
+        print(json.dumps(jsonable({"record": run.record, "heads": run.heads.to_dict("records")})))
+        return
+    _print_heads(run, top)
+    print(f"\nreport: {out / 'report.html'}\ntables: {out}/{{heads,tokens,edges,updates}}.{{parquet,csv}}")
+
+
+def _print_heads(run: Run, top: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = ("routing_pressure", "content_relative", "alignment", "coherence", "effective_keys", "law_residual")
+    ranked = run.heads.sort_values("routing_pressure", ascending=False).head(top)
+    table = Table(
+        title=f"{run.record['model']}: {min(top, len(run.heads))} of {len(run.heads)} heads, strongest routing first"
+    )
+    for name in ("head", *names, "status"):
+        table.add_column(name, justify="left" if name in ("head", "status") else "right", no_wrap=True)
+    for row in ranked.to_dict("records"):
+        cells = [str(row["label"])]
+        for name in names:
+            cell = _number(row[name])
+            if name == "routing_pressure":
+                cell += f" [{_number(row[name + '_low'])}, {_number(row[name + '_high'])}]"
+            cells.append(cell.replace("[", "\\["))
+        table.add_row(*cells, str(row["status"]))
+    wide = None if sys.stdout.isatty() else 140
+    Console(width=wide, legacy_windows=False).print(table)
+    print("brackets: pointwise 95 % bootstrap interval over windows")
+
+
+def _number(value: Any) -> str:
+    if value != value:
+        return "–"
+    size = abs(value)
+    return "0" if value == 0 else f"{value:.2e}" if size < 1e-3 or size >= 1e4 else f"{value:.3g}"
+
+
+@app.command()
+def verify(
+    model: Model = None,
+    text: Text = None,
+    example: Example = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    max_tokens: MaxTokens = 128,
+    attention: Attention = None,
+    as_json: Json = False,
+) -> None:
+    """Hold both laws against the model's own autograd on a piece of text; exit code 1 when they fail.
+
+    Example: advantage-probe verify ./my-model --text page.txt
+    """
+    from . import analyze as job
+    from .corpus import batches
+    from .loading import load
+
+    source, texts, name = _source(model, text, example)
+    with _progress("loading", 1) as note:
+        loaded = load(source, dtype=dtype, device=device, implementation=attention)
+        note(1, 1, name)
+    items = job.cut(texts, loaded.model, loaded.tokenizer, length=None, most=max_tokens)
+    batch = next(batches(items[:1], 1, 0))
+    from ..probe.verify import verify as check
+
+    place = next(loaded.model.parameters()).device
+    table = check(
+        loaded.model,
+        {"input_ids": batch.ids.to(place), "use_cache": False},
+        loss=lambda result: job.cross_entropy(result.logits, batch.targets.to(place)) / batch.count,
+    )
+    failed = table[table["verdict"] == "fails"]
+    numbers = ["query_residual", "key_residual", "value_residual"]
+    worst = float(table[numbers].max().max())
+    if as_json:
+        import json
+
+        from .export import jsonable
+
+        print(json.dumps(jsonable({"worst": worst, "failed": len(failed), "heads": table.to_dict("records")})))
+    else:
+        shown = table.groupby("module", sort=False, observed=True)[numbers].max()
+        print(shown.to_string(float_format=lambda value: f"{value:.1e}"))
+        verdict = "both laws hold" if failed.empty else f"the law FAILS on {len(failed)} heads"
+        print(f"\n{name or source}: {len(table)} heads, worst residual {worst:.1e}: {verdict}")
+    if not failed.empty:
+        raise typer.Exit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from .. import __version__
+
+    print(__version__)
+
+
+def main() -> None:
+    """Entry point: typed refusals become one sentence and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("advantage-probe: interrupted; nothing was written.", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if "torch" in sys.modules or "advantage_probe.hooks.refusals" in sys.modules:
+            from ..hooks.refusals import ProbeError
+
+            if isinstance(error, ProbeError):
+                print(f"advantage-probe: {error}", file=sys.stderr)
+                sys.exit(2)
+        raise
+
+
+if __name__ == "__main__":
+    main()

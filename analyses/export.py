@@ -1,0 +1,131 @@
+"""Safe writing: a reader finds the whole run folder or none, and cells mean in a spreadsheet what they mean here.
+
+A folder is filled under a temporary name beside its destination and renamed at the end. In CSV, a string that a
+spreadsheet would take for a formula, or that is empty, gets one leading apostrophe, which `read_csv` takes off again; a
+missing value is an empty cell.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..hooks.refusals import BadInput
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
+
+
+@contextmanager
+def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a folder to fill; it becomes `out` when the block ends well and vanishes when it does not.
+
+    Raises:
+        BadInput: when `out` is a file, is not empty (unless `overwrite`), or its parent cannot be written.
+    """
+    out = out.expanduser().absolute()
+    check_out(out, overwrite=overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:40]}-"))
+    try:
+        work.chmod(0o755)
+        yield work
+        if out.exists():
+            old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:40]}-old-"))
+            out.rename(old / "run")
+            work.rename(out)
+            shutil.rmtree(old)
+        else:
+            work.rename(out)
+    except OSError as error:
+        raise BadInput(
+            f"{str(out)!r} could not be written ({error.strerror or error}); nothing was left there."
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def check_out(out: Path, *, overwrite: bool = False) -> None:
+    """Refuse a destination before any work is done.
+
+    Raises:
+        BadInput: as `new_folder`.
+    """
+    out = out.expanduser().absolute()
+    if out.exists() and not out.is_dir():
+        raise BadInput(f"{str(out)!r} is a file; give a folder with --out.")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise BadInput(f"The folder {str(out)!r} is not empty; choose another with --out, or say --overwrite.")
+    parent = next(folder for folder in out.parents if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".probe-"):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise BadInput(f"{str(parent)!r} cannot be written ({reason}); choose another folder with --out.") from error
+
+
+def _readable(text: str) -> str:
+    """Text that every encoder accepts: lone surrogates become their escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _strings(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
+    """A copy in which `change` was applied to every string, also inside categoricals."""
+    changed = {}
+    for name, column in table.items():
+        if isinstance(column.dtype, pd.CategoricalDtype):
+            column = column.cat.rename_categories([change(str(label)) for label in column.cat.categories])
+        elif isinstance(column.dtype, pd.StringDtype):
+            column = column.map(change, na_action="ignore").astype("string")
+        changed[name] = column
+    return pd.DataFrame(changed, index=table.index)
+
+
+def _inert(text: str) -> str:
+    return f"'{text}" if not text or text.startswith(_FORMULA) else text
+
+
+def write_frame(table: pd.DataFrame, stem: Path) -> None:
+    """`stem`.parquet and `stem`.csv of one frame."""
+    table = _strings(table, _readable)
+    table.to_parquet(stem.with_suffix(".parquet"), index=False)
+    # categoricals that were renamed twice may collide with nothing: _inert is one to one
+    _strings(table, _inert).to_csv(stem.with_suffix(".csv"), index=False, encoding="utf-8", lineterminator="\n")
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """A frame written by `write_frame`, strings as they were and missing values missing."""
+    table = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype_backend="numpy_nullable", encoding="utf-8")
+    return _strings(table, lambda text: text.removeprefix("'"))
+
+
+def write_json(value: Any, path: Path) -> None:
+    """JSON that every reader accepts: NaN and infinities become null."""
+    path.write_text(json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def jsonable(value: Any) -> Any:
+    """Plain Python values, with null for what is missing or not finite."""
+    if isinstance(value, dict):
+        return {str(name): jsonable(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [jsonable(part) for part in value]
+    if value is pd.NA or value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    if isinstance(value, (float, np.floating)):
+        return float(value) if math.isfinite(value) else None
+    return _readable(str(value)) if not isinstance(value, os.PathLike) else str(value)
