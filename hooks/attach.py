@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import attention_registry, override
+from . import attention_registry, functional, override
 from .call import AttentionCall, CallSite, Needs, Receiver
 from .forward import Forward, Frame, frame, frames, takes_inputs
-from .observe import running_calls
+from .running import Running, enter, leave, stacks
 from .refusals import UnsupportedKernel
-from .site import Site, describe
+from .site import Kind, Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked
 
 _REMEMBERED = 256  # checkpointed calls per module that may await their recomputation
 
 _lock = threading.RLock()
 _by_module: dict[int, tuple[Attachment, ...]] = {}
-_by_frame: dict[int, tuple[Attachment, ...]] = {}
+_attachments: list[Attachment] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,7 @@ class _Awaited:
     checkpoints, where the tap is made by the recomputation.
     """
 
+    module: nn.Module
     fingerprint: Tensor
     shape: torch.Size
     decision: tuple[CallSite, Needs, bool] | None
@@ -101,19 +102,23 @@ class Attachment:
         self._local = threading.local()
         self._awaited: dict[int, deque[_Awaited]] = {}
         self._modules = {id(module): (name, module) for name, module in model.named_modules()}
-        self._sites: dict[int, Site] = {}
-        self._followed = [module for module in model.modules() if takes_inputs(module)]
-        if not any(module is model for module in self._followed):
-            self._followed.append(model)
-        self._classes = list(dict.fromkeys(type(module) for module in self._followed))
+        self._sites: dict[tuple[int, Kind | None], Site] = {}
+        self._followed = {id(module) for module in model.modules() if takes_inputs(module)} | {id(model)}
+        called = [module for module in model.modules() if module is model or _may_attend(module)]
+        self._overrides: list[tuple[Any, str]] = []
         with _lock:
+            _attachments.append(self)
             for module in self._modules:
                 _by_module[module] = (*_by_module.get(module, ()), self)
-            for followed in self._followed:
-                _by_frame[id(followed)] = (*_by_frame.get(id(followed), ()), self)
-            for owner in self._classes:
-                override.acquire(owner, "__call__", _following)
+            for kind in dict.fromkeys(type(module) for module in called):
+                self._override(kind, "__call__", _following)
+            for owner, name, make in functional.overrides(model):
+                self._override(owner, name, make)
             attention_registry.acquire()
+
+    def _override(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        override.acquire(owner, name, make)
+        self._overrides.append((owner, name))
 
     def close(self) -> None:
         """Stop listening. Everything is put back now, or as soon as no checkpointed call awaits its backward."""
@@ -127,10 +132,10 @@ class Attachment:
             if any(entry.delivery is not None and entry.alive for queue in self._awaited.values() for entry in queue):
                 return
             self._settled = True
+            _attachments.remove(self)
             _forget(_by_module, self._modules, self)
-            _forget(_by_frame, (id(module) for module in self._followed), self)
-            for owner in self._classes:
-                override.release(owner, "__call__")
+            for owner, name in reversed(self._overrides):
+                override.release(owner, name)
             attention_registry.release()
             self._awaited.clear()
 
@@ -163,15 +168,18 @@ class Attachment:
             loose = self._local.loose = self._new_forward(None)
         return loose
 
-    def site(self, module: nn.Module) -> Site:
-        if id(module) not in self._sites:
-            self._sites[id(module)] = describe(self._modules[id(module)][0], module)
-        return self._sites[id(module)]
+    def follows(self, module: nn.Module) -> bool:
+        """True for the modules whose arguments describe the batch."""
+        return id(module) in self._followed
 
-    def plan(self, module: nn.Module, query: Tensor) -> Plan | None:
+    def site(self, module: nn.Module, kind: Kind | None) -> Site:
+        key = (id(module), kind)
+        if key not in self._sites:
+            self._sites[key] = describe(self._modules[id(module)][0], module, kind)
+        return self._sites[key]
+
+    def plan(self, module: nn.Module, query: Tensor, kind: Callable[[], Kind | None]) -> Plan | None:
         """Whether this call is observed, and how; None leaves it alone."""
-        if recomputing():
-            return self._repeat(module, query) if torch.is_grad_enabled() else None
         if not self.open:
             if saving_is_hooked():
                 self._remember(module, query, None)
@@ -182,34 +190,43 @@ class Attachment:
         if deferred and not forward.gradients:
             self.blind_calls += 1
             return None
-        site = self.site(module)
+        site = self.site(module, kind())
         needs = self.receiver.wants(site)
         if needs is None:
             if deferred or saving_is_hooked():
                 self._remember(module, query, None)
             return None
-        anchor = torch.zeros((), requires_grad=True) if forward.reach else None
+        anchor = torch.zeros((), requires_grad=True) if forward.reach or needs.inputs else None
         return Plan(self, module, site, needs, forward, use, anchor, saving_is_hooked(), deferred)
 
-    def _repeat(self, module: nn.Module, query: Tensor) -> Plan | None:
-        """The decision of the original forward, for the same call recomputed."""
-        queue = self._awaited.get(id(module))
-        if not queue:
+    def repeat(self, module: nn.Module | None, query: Tensor) -> Plan | None:
+        """The decision of the original forward, for the same call recomputed (by `module`, where that is known)."""
+        queue = self._awaited.get(id(module), ())
+        candidates = [entry for entry in queue if entry.alive and entry.shape == query.shape]
+        others = [
+            entry
+            for key, entries in self._awaited.items()
+            if key != id(module)
+            for entry in entries
+            if entry.alive and entry.shape == query.shape
+        ]
+        if not candidates and not others:
             return None
         fingerprint = _fingerprint(query)
-        candidates = [entry for entry in queue if entry.alive and entry.shape == query.shape]
         equal = [entry for entry in candidates if torch.equal(entry.fingerprint, fingerprint)]
+        # a checkpointed function may run without its module; then its query alone says which call it was
+        equal = equal or [entry for entry in others if torch.equal(entry.fingerprint, fingerprint)]
         # a recomputation that is not bit-equal (dropout without preserved random state) belongs to the latest forward
         entry = (equal or candidates or [None])[-1]
         if entry is None:
             return None
         if entry.delivery is None:
-            queue.remove(entry)
+            self._awaited[id(entry.module)].remove(entry)
         if entry.decision is None:
             return None
         call, needs, reach = entry.decision
         anchor = torch.zeros((), requires_grad=True) if reach else None
-        return Plan(self, module, call.site, needs, None, call.use, anchor, call=call)
+        return Plan(self, entry.module, call.site, needs, None, call.use, anchor, call=call)
 
     def await_recomputation(self, plan: Plan, query: Tensor, call: CallSite, delivery: Delivery | None) -> None:
         """Note that a checkpointed call is observed, so that its recomputation will be as well."""
@@ -235,7 +252,7 @@ class Attachment:
         queue = self._awaited.setdefault(id(module), deque(maxlen=_REMEMBERED))
         while queue and not queue[0].alive:
             queue.popleft()
-        queue.append(_Awaited(_fingerprint(query), query.shape, decision, delivery))
+        queue.append(_Awaited(module, _fingerprint(query), query.shape, decision, delivery))
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -263,30 +280,50 @@ def _forget(table: dict[int, tuple[Attachment, ...]], keys: Any, attachment: Att
             table.pop(key, None)
 
 
+def _may_attend(module: nn.Module) -> bool:
+    """False for the layers of torch itself that compute no attention: they need not be followed."""
+    kind = type(module)
+    return not kind.__module__.startswith(("torch.nn.", "torch.jit")) or isinstance(module, nn.MultiheadAttention)
+
+
 def _following(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `__call__` for a class, which notes the calls of followed instances and leaves all others alone."""
+    """A `__call__` for a class, which notes the calls of watched instances and leaves all others alone."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        attachments = _by_frame.get(id(self))
-        if attachments is None or torch.compiler.is_compiling() or recomputing():
+        attachments = _by_module.get(id(self))
+        if attachments is None or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        entry = frame(self, args, kwargs)
-        frames.stack.append(entry)
-        started = [attachment for attachment in attachments if attachment.start(entry)]
+        enter(self, args, kwargs)
+        started: list[Attachment] = []
+        following = [] if recomputing() else [attachment for attachment in attachments if attachment.follows(self)]
+        if following:
+            entry = frame(self, args, kwargs)
+            frames.stack.append(entry)
+            started = [attachment for attachment in following if attachment.start(entry)]
         try:
             return original(self, *args, **kwargs)
         finally:
-            frames.stack.pop()
+            if following:
+                frames.stack.pop()
+            leave()
             for attachment in started:
                 attachment.finish()
 
     return __call__
 
 
-def plans(module: nn.Module, query: Tensor) -> list[Plan]:
-    """Who observes this call of `module` with `query` (B,H,Q,D)."""
+def _unnamed() -> None:
+    return None
+
+
+def plans(module: nn.Module | None, query: Tensor, kind: Callable[[], Kind | None] = _unnamed) -> list[Plan]:
+    """Who observes this call of `module` with `query` (B,H,Q,D); `kind`: what the call's arguments say of its kind."""
+    if recomputing():
+        if not torch.is_grad_enabled():
+            return []
+        return [plan for attachment in tuple(_attachments) if (plan := attachment.repeat(module, query)) is not None]
     attachments = _by_module.get(id(module))
-    if not attachments or any(running is module for running in running_calls.modules):
+    if not attachments or module is None:
         return []
     if torch._C._functorch.peek_interpreter_stack() is not None:
         error = UnsupportedKernel(
@@ -296,4 +333,13 @@ def plans(module: nn.Module, query: Tensor) -> list[Plan]:
         for attachment in attachments:
             attachment.receiver.refuse(error)
         return []
-    return [plan for attachment in attachments if (plan := attachment.plan(module, query)) is not None]
+    return [plan for attachment in attachments if (plan := attachment.plan(module, query, kind)) is not None]
+
+
+def refuse(running: Running | None, error: Exception) -> None:
+    """Attention of a watched module that cannot be read: its receivers are told, unless no gradient would come anyway."""
+    for attachment in _by_module.get(id(running.module), ()) if running is not None else ():
+        if torch.is_grad_enabled():
+            attachment.receiver.refuse(error)
+        else:
+            attachment.blind_calls += 1

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from . import override
 from .observe import Reading, additive, observe
 from .refusals import UnsupportedKernel
+from .running import stacks
 from .visibility import Structure
 
 _OURS = "__advantage_probe_original__"
@@ -99,7 +100,18 @@ def _observing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def attention_forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        observers = [] if torch.compiler.is_compiling() else plans(module, query)
+        if torch.compiler.is_compiling() or any(running is module for running in stacks.calls):
+            return function(module, query, key, value, *args, **kwargs)
+        stacks.calls.append(module)  # what the kernel calls inside is part of this call
+        try:
+            return seen(module, query, key, value, *args, **kwargs)
+        finally:
+            stacks.calls.pop()
+
+    def seen(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        observers = plans(module, query)
         if not observers:
             return function(module, query, key, value, *args, **kwargs)
         given = {**dict(zip(_names(function)[4:], args)), **kwargs}

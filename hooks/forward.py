@@ -15,12 +15,15 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# token ids of key columns that are no tokens, by the name of what they are
+NON_TOKENS = {"bias_k": -2, "zero_attn": -3, "prefix": -4}
 
 _IDS = ("input_ids", "decoder_input_ids")
 _INPUTS = (*_IDS, "inputs_embeds", "pixel_values", "input_features", "input_values", "tokens", "idx", "x")
@@ -85,6 +88,7 @@ class Sequences:
         query_ids (B,Q), key_ids (B,S): token ids, or None where there are no tokens (patches, embeddings).
         query_rows (B,Q), key_rows (B,S): False on padding, or None where no padding mask was given.
         positions (B,Q): position ids as the model was given them, or None.
+        added: names of the last key columns that are no tokens; `key_ids` holds their `NON_TOKENS` numbers.
     """
 
     identities: tuple[int, ...]
@@ -93,6 +97,7 @@ class Sequences:
     query_rows: Tensor | None = None
     key_rows: Tensor | None = None
     positions: Tensor | None = None
+    added: tuple[str, ...] = ()
 
 
 def _digest(*parts: bytes) -> int:
@@ -132,20 +137,38 @@ class Forward:
     reach: bool
     top: Frame | None
     uses: Counter[int] = field(default_factory=Counter)
-    _cache: dict[tuple[int, ...], Sequences] = field(default_factory=dict)
+    _cache: dict[tuple[object, ...], Sequences] = field(default_factory=dict)
 
     def use(self, module: nn.Module) -> int:
         count = self.uses[id(module)]
         self.uses[id(module)] += 1
         return count
 
-    def sequences(self, batch: int, queries: int, keys: int, cross: bool) -> Sequences:
+    def sequences(self, batch: int, queries: int, keys: int, cross: bool, added: tuple[str, ...] = ()) -> Sequences:
         """What is known about the rows of a call of this shape, from the innermost module that was told."""
         inner = frames.innermost()
-        key = (batch, queries, keys, cross, id(inner))
+        key = (batch, queries, keys, cross, inner, added)  # the frame itself: an id would be given again
         if key not in self._cache:
-            self._cache[key] = _sequences(self.top, inner, batch, queries, keys, cross)
+            found = _sequences(self.top, inner, batch, queries, keys - len(added), cross)
+            self._cache[key] = _with_columns(found, batch, queries, keys, cross, added)
         return self._cache[key]
+
+
+def _with_columns(
+    found: Sequences, batch: int, queries: int, keys: int, cross: bool, added: tuple[str, ...]
+) -> Sequences:
+    """The same with the key columns that are no tokens of this forward: a prefix before them, `added` ones behind."""
+    ids, rows = found.key_ids, found.key_rows
+    own = None if cross or added else found.query_ids
+    if ids is None and own is not None and rows is not None and queries < keys:
+        ids = torch.cat([own.new_full((batch, keys - queries), NON_TOKENS["prefix"]), own], 1)
+    if added:
+        numbers = torch.tensor([[NON_TOKENS[name] for name in added]])
+        tokens = torch.full((1, keys - len(added)), -1) if ids is None else ids
+        ids = torch.cat([tokens.expand(batch, -1), numbers.to(tokens.device).expand(batch, -1)], 1)
+        if rows is not None:
+            rows = torch.cat([rows, rows.new_ones(batch, len(added))], 1)
+    return replace(found, key_ids=ids, key_rows=rows, added=added)
 
 
 def _tail(tensor: Tensor | None, batch: int, length: int) -> Tensor | None:

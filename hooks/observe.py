@@ -6,17 +6,17 @@ all: ask who observes, tap the inputs where their gradients are wanted, run, tap
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .call import CallSite
 from .refusals import ProbeError
-from .tap import Delivery, tap_inputs, tap_output
+from .running import stacks
+from .tap import Delivery, Replay, tap_inputs, tap_output
 from .visibility import Structure
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Reading:
     """What an adapter read from the arguments of a call; tensors are those of the call, not copies.
 
-    `mask`, `bias` and `sinks` as in `AttentionCall`; `weights` tells whether the kernel's second result is w.
+    `mask`, `bias` and `sinks` as in `AttentionCall`; `weights` tells whether the kernel's second result is w, `replay`
+    computes w again. `added`: names of the last key columns that are no tokens.
     """
 
     implementation: str
@@ -39,75 +40,110 @@ class Reading:
     bias: Tensor | None = None
     sinks: Tensor | None = None
     weights: bool = False
+    replay: Replay | None = None
+    added: tuple[str, ...] = ()
 
 
-class _Running(threading.local):
-    """The modules whose observed kernel is running on this thread: what it calls inside is part of the same call."""
-
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+Run = Callable[[Tensor], tuple[Tensor, Any]]
 
 
-running_calls = _Running()
+class Observation:
+    """One call between its first product and its last; adapters that see the two apart use it directly.
 
-Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
+    `query` and `key` are what the scores must be computed from: the ones given, or tapped ones.
+
+    Args:
+        query (B,H,Q,D), key (B,K,S,D): the kernel's inputs.
+        read: the call's other arguments; what it raises is given to the receivers, never to the user.
+    """
+
+    def __init__(self, plans: Sequence[Plan], query: Tensor, key: Tensor, read: Callable[[], Reading]) -> None:
+        self.query, self.key = query, key
+        self._deliveries: list[tuple[Plan, Delivery]] = []
+        self._reading: Reading | None = None
+        try:
+            reading = self._reading = read()
+        except ProbeError as error:
+            for plan in plans:
+                plan.attachment.receiver.refuse(error)
+            return
+        heads, group = query.shape[1], query.shape[1] // key.shape[1]
+        for plan in plans:
+            call = plan.call if plan.call is not None else _site(plan, reading, query, key)
+            attachment = plan.attachment
+            if plan.deferred:
+                attachment.await_recomputation(plan, query, call, None)
+                attachment.receiver.seen(call, heads, group, True)
+                continue
+            inputs = plan.needs.inputs
+            delivery = Delivery(
+                call,
+                reading.structure,
+                (),
+                attachment.deliver,
+                attachment.fail,
+                attachment.passed,
+                inputs,
+                reading.replay,
+            )
+            if inputs:
+                self.query, self.key = tap_inputs(delivery, plan.anchor, query=self.query, key=self.key)
+            self._deliveries.append((plan, delivery))
+
+    def complete(self, value: Tensor, run: Run) -> tuple[Tensor, Any]:
+        """Run the rest of the kernel on `value` (B,K,S,V); returns the output (B,Q,H,V) and the kernel's second result."""
+        for plan, delivery in self._deliveries:
+            if plan.needs.inputs:
+                (value,) = tap_inputs(delivery, plan.anchor, value=value)
+        stacks.calls.append(None)
+        try:
+            output, second = run(value)
+        finally:
+            stacks.calls.pop()
+        if self._reading is not None:
+            output = self._tapped(self._reading, value, output, second)
+        return output, second
+
+    def _tapped(self, reading: Reading, value: Tensor, output: Tensor, second: Any) -> Tensor:
+        named = {"query": self.query, "key": self.key, "value": value, "mask": reading.mask, "bias": reading.bias}
+        named |= {"sinks": reading.sinks, "weights": second if reading.weights else None}
+        present = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
+        heads, group = self.query.shape[1], self.query.shape[1] // self.key.shape[1]
+        for plan, delivery in self._deliveries:
+            delivery.parts = ("output", *present)
+            if plan.call is None:
+                reachable = output.requires_grad or plan.anchor is not None
+                plan.attachment.receiver.seen(delivery.call, heads, group, reachable)
+                if not reachable:
+                    continue
+                if plan.hooked:
+                    plan.attachment.await_recomputation(plan, self.query, delivery.call, delivery)
+            output = tap_output(delivery, output, tuple(present.values()), plan.anchor)
+        return output
 
 
 def observe(
-    plans: Sequence[Plan], query: Tensor, key: Tensor, value: Tensor, run: Run, read: Callable[[], Reading]
+    plans: Sequence[Plan],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]],
+    read: Callable[[], Reading],
 ) -> tuple[Tensor, Any]:
-    """Run the kernel with the taps that `plans` ask for.
+    """Run a kernel with the taps that `plans` ask for.
 
     Args:
         query (B,H,Q,D), key (B,K,S,D), value (B,K,S,V): the kernel's inputs.
         run: the original kernel on these three; returns the output (B,Q,H,V) and its second result.
-        read: the call's other arguments; what it raises is given to the receivers, never to the user.
+        read: the call's other arguments.
     """
-    try:
-        reading = read()
-    except ProbeError as error:
-        for plan in plans:
-            plan.attachment.receiver.refuse(error)
-        return run(query, key, value)
-    heads, group = query.shape[1], query.shape[1] // key.shape[1]
-    deliveries = []
-    for plan in plans:
-        call = plan.call if plan.call is not None else _site(plan, reading, query, key)
-        if plan.deferred:
-            plan.attachment.await_recomputation(plan, query, call, None)
-            plan.attachment.receiver.seen(call, heads, group, True)
-            continue
-        attachment = plan.attachment
-        delivery = Delivery(
-            call, reading.structure, (), attachment.deliver, attachment.fail, attachment.passed, plan.needs.inputs
-        )
-        if plan.needs.inputs:
-            query, key, value = tap_inputs(delivery, query, key, value, plan.anchor)
-        deliveries.append((plan, delivery))
-    running_calls.modules.append(plans[0].module)
-    try:
-        output, second = run(query, key, value)
-    finally:
-        running_calls.modules.pop()
-    named = {"query": query, "key": key, "value": value, "mask": reading.mask, "bias": reading.bias}
-    named |= {"sinks": reading.sinks, "weights": second if reading.weights else None}
-    present = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
-    for plan, delivery in deliveries:
-        delivery.parts = ("output", *present)
-        if plan.call is None:
-            reachable = output.requires_grad or plan.anchor is not None
-            plan.attachment.receiver.seen(delivery.call, heads, group, reachable)
-            if not reachable:
-                continue
-            if plan.hooked:
-                plan.attachment.await_recomputation(plan, query, delivery.call, delivery)
-        output = tap_output(delivery, output, tuple(present.values()), plan.anchor)
-    return output, second
+    observation = Observation(plans, query, key, read)
+    return observation.complete(value, lambda last: run(observation.query, observation.key, last))
 
 
 def _site(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSite:
     assert plan.forward is not None
-    sequences = plan.forward.sequences(query.shape[0], query.shape[2], key.shape[2], plan.site.kind == "cross")
+    sequences = plan.forward.sequences(query.shape[0], query.shape[2], key.shape[2], plan.site.kind == "cross", reading.added)
     return CallSite(
         plan.site,
         plan.use,

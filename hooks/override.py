@@ -1,4 +1,4 @@
-"""Replacing an attribute of a class or module while somebody needs it, and putting the original back.
+"""Replacing an attribute of a class, a module or a dictionary of globals while somebody needs it, and putting it back.
 
 Several watches may need the same replacement: it is made for the first and undone after the last. What is put back is
 exactly what was there; where nothing was (an inherited attribute), the attribute is deleted; where somebody else has
@@ -17,16 +17,16 @@ _active: dict[tuple[int, str], list[Any]] = {}
 
 
 def acquire(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace `owner.name` by `make(current value)`; a second call for the same attribute only counts."""
+    """Replace `owner.name` (`owner[name]` of a dictionary) by `make(current value)`; a second call only counts."""
     with _lock:
         key = (id(owner), name)
         if key in _active:
             _active[key][0] += 1
             return
-        before = vars(owner).get(name, _MISSING)
-        replacement = make(getattr(owner, name))
-        setattr(owner, name, replacement)
-        _active[key] = [1, owner, before, vars(owner).get(name)]
+        before = _namespace(owner).get(name, _MISSING)
+        replacement = make(owner[name] if isinstance(owner, dict) else getattr(owner, name))
+        _set(owner, name, replacement)
+        _active[key] = [1, owner, before, _namespace(owner).get(name)]
 
 
 def release(owner: Any, name: str) -> None:
@@ -41,9 +41,20 @@ def release(owner: Any, name: str) -> None:
             return
         del _active[key]
         _, owner, before, ours = entry
-        if vars(owner).get(name) is not ours:
+        if _namespace(owner).get(name) is not ours:
             return
         if before is _MISSING:
             delattr(owner, name)
         else:
-            setattr(owner, name, before)
+            _set(owner, name, before)
+
+
+def _namespace(owner: Any) -> Any:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)

@@ -51,8 +51,11 @@ def _is_cross(name: str, module: nn.Module) -> bool:
     return any(_CROSS.match(part) for part in name.split(".")) or "CrossAttention" in type(module).__name__
 
 
-def describe(name: str, module: nn.Module) -> Site:
-    """The `Site` of attention module `module`, called `name` in the watched model."""
+def describe(name: str, module: nn.Module, hint: Kind | None = None) -> Site:
+    """The `Site` of attention module `module`, called `name` in the watched model.
+
+    `hint`: what the arguments of a call say of its kind, for modules that say nothing themselves.
+    """
     numbers = _LAYERS.findall(name)
     if numbers:
         layer = int(numbers[0])
@@ -64,6 +67,8 @@ def describe(name: str, module: nn.Module) -> Site:
     kind: Kind
     if _is_cross(name, module):
         kind = "cross"
+    elif hint is not None:
+        kind = hint
     elif stack == "decoder":
         kind = "decoder_self"
     elif stack in ("encoder", "vision", "audio"):

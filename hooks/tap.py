@@ -20,6 +20,8 @@ from .visibility import Structure, Visibility
 
 Deliver = Callable[[AttentionCall], None]
 Fail = Callable[[Exception], None]
+# query, key, value, mask → w (B,H,Q,S), the weights after dropout
+Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Delivery:
@@ -38,14 +40,17 @@ class Delivery:
         fail: Fail,
         passed: Callable[[], None],
         inputs: bool,
+        replay: Replay | None = None,
     ) -> None:
         self.call, self.structure, self.parts = call, structure, parts
-        self.deliver, self.fail, self.passed, self.inputs = deliver, fail, passed, inputs
+        self.deliver, self.fail, self.passed, self.inputs, self.replay = deliver, fail, passed, inputs, replay
         self.count = 0
         self.pending = True
         self.partial: AttentionCall | None = None
+        self.arrived: dict[str, Tensor] = {}
 
     def assemble(self, saved: tuple[Tensor, ...], upstream: Tensor) -> AttentionCall:
+        """The call with its tensors, from what the tap saved."""
         named = dict(zip(self.parts, saved))
         output = named["output"].transpose(1, 2)
         query, key = named["query"], named["key"]
@@ -56,7 +61,12 @@ class Delivery:
             named.get("mask"),
             named.get("bias"),
             self.call.sequences.query_rows,
+            len(self.call.sequences.added),
+            self.call.site.kind != "cross",
         )
+        weights = named.get("weights")
+        if self.replay is not None:
+            weights = self.replay(query, key, named["value"], named.get("mask"))
         call = AttentionCall(
             self.call,
             self.count,
@@ -67,10 +77,19 @@ class Delivery:
             upstream.detach().transpose(1, 2),
             visibility,
             named.get("sinks"),
-            named.get("weights"),
+            weights,
         )
         self.count += 1
         return call
+
+    def arrive(self, gradients: dict[str, Tensor]) -> None:
+        """Note gradients of inputs, which come after u; the last of the three completes the call."""
+        self.arrived |= gradients
+        if self.partial is None or len(self.arrived) < 3:
+            return
+        partial, self.partial, arrived, self.arrived = self.partial, None, self.arrived, {}
+        named = {f"{name}_gradient": gradient.detach() for name, gradient in arrived.items()}
+        self.deliver(replace(partial, **named))
 
 
 class _OutputTap(torch.autograd.Function):
@@ -92,7 +111,7 @@ class _OutputTap(torch.autograd.Function):
             with torch.no_grad():
                 call = delivery.assemble(ctx.saved_tensors, upstream)
                 if delivery.inputs:
-                    delivery.partial = call
+                    delivery.partial, delivery.arrived = call, {}
                 else:
                     delivery.deliver(call)
         except Exception as error:
@@ -105,30 +124,20 @@ class _OutputTap(torch.autograd.Function):
 class _InputTap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, delivery: Delivery, anchor: Tensor | None, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.delivery = delivery
-        return query.detach(), key.detach(), value.detach()
+        ctx: Any, delivery: Delivery, names: tuple[str, ...], anchor: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.delivery, ctx.names = delivery, names
+        return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value = gradients
         delivery: Delivery = ctx.delivery
-        partial, delivery.partial = delivery.partial, None
-        if partial is not None:
-            try:
-                with torch.no_grad():
-                    delivery.deliver(
-                        replace(
-                            partial,
-                            query_gradient=query.detach(),
-                            key_gradient=key.detach(),
-                            value_gradient=value.detach(),
-                        )
-                    )
-            except Exception as error:
-                delivery.fail(error)
-        return None, None, query, key, value
+        try:
+            with torch.no_grad():
+                delivery.arrive(dict(zip(ctx.names, gradients)))
+        except Exception as error:
+            delivery.fail(error)
+        return None, None, None, *gradients
 
 
 def _graph_kept() -> bool:
@@ -150,8 +159,7 @@ def tap_output(delivery: Delivery, output: Tensor, others: tuple[Tensor, ...], a
     return _OutputTap.apply(delivery, anchor, output, *others)
 
 
-def tap_inputs(
-    delivery: Delivery, query: Tensor, key: Tensor, value: Tensor, anchor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, unchanged, whose gradients complete the delivery."""
-    return _InputTap.apply(delivery, anchor, query, key, value)
+def tap_inputs(delivery: Delivery, anchor: Tensor | None, **inputs: Tensor) -> tuple[Tensor, ...]:
+    """Some of query, key and value, unchanged, whose gradients complete the delivery."""
+    tapped: tuple[Tensor, ...] = _InputTap.apply(delivery, tuple(inputs), anchor, *inputs.values())
+    return tapped

@@ -66,6 +66,8 @@ class Visibility:
             at or below half of the dtype's minimum hide the key, whatever bias was added to them).
         bias: None, or a float tensor broadcastable to (B, H, Q, S) that is added to the score and hides nothing.
         rows: None, or (B, Q) bool: the query rows that count, from the padding mask the model was given.
+        added: how many of the last keys are no tokens (learned or zero columns): they have no position.
+        paired: True where queries and keys are the same sequence, False in cross-attention.
     """
 
     structure: Structure
@@ -74,6 +76,8 @@ class Visibility:
     mask: Tensor | None = None
     bias: Tensor | None = None
     rows: Tensor | None = None
+    added: int = 0
+    paired: bool = True
 
     def shared(self, start: int, low: int, high: int) -> int:
         """How many of the keys low … high-1, from the left, every query from `start` on is known to see, unbiased."""
@@ -127,8 +131,8 @@ class Visibility:
         if self.mask is None:
             return own
         mask = self.mask
-        if self.queries == self.keys and mask.shape[-2] == self.queries:
-            own_entry = mask.diagonal(dim1=-2, dim2=-1)
+        if self.paired and self.queries == self.keys - self.added and mask.shape[-1] == self.keys:
+            own_entry = mask[..., 0, : self.queries] if mask.shape[-2] == 1 else mask.diagonal(dim1=-2, dim2=-1)
             shown = own_entry if mask.dtype == torch.bool else own_entry > torch.finfo(mask.dtype).min / 2
             return own & shown.any(dim=1).expand(batch, -1)
         for start in range(0, self.queries, 256):
@@ -140,7 +144,7 @@ class Visibility:
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of the queries (Q,) and keys (S,) on one axis; cached keys come before the first query."""
-        offset = self.structure.offset if self.structure.causal else self.keys - self.queries
+        offset = self.structure.offset if self.structure.causal else self.keys - self.added - self.queries
         return torch.arange(self.queries, device=device) + offset, torch.arange(self.keys, device=device)
 
     def first_key(self, key_rows: Tensor | None, batch: int, device: torch.device) -> Tensor:
@@ -150,14 +154,19 @@ class Visibility:
         return key_rows.to(device).to(torch.uint8).argmax(dim=1).expand(batch)
 
     def one_sided(self) -> bool:
-        """True when no query sees a key that comes after it."""
-        if self.structure.causal:
-            return True
-        if self.mask is None or self.mask.shape[-2] != self.queries:
+        """True when no query sees a key that comes after it, and every key has a position."""
+        if self.added:
+            return False
+        return self.structure.causal or self.ordered()
+
+    def ordered(self) -> bool:
+        """True when the mask hides from every query the tokens that come after it."""
+        if self.mask is None or self.mask.shape[-2] != self.queries or self.queries == 1:
             return False
         own, other = self.positions(self.mask.device)
         shown = self.mask if self.mask.dtype == torch.bool else self.mask > torch.finfo(self.mask.dtype).min / 2
-        return not bool((shown & (other[None, :] > own[:, None])).any())
+        tokens = self.keys - self.added
+        return not bool((shown[..., :tokens] & (other[None, :tokens] > own[:, None])).any())
 
     def counts(self, batch: int, counted: Tensor) -> tuple[Tensor, Tensor]:
         """How many keys each query sees, and how often each key would be used if attention were even.
