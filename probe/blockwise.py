@@ -237,6 +237,7 @@ class _Pass:
         if self.distance is not None:
             own, other = call.visibility.positions(call.query.device)
             apart = (own[span, None] - other[None, low:high]).abs().to(self.dtype)
+            apart[:, max(0, self.keys - call.visibility.added - low) :] = 0  # a column that is no token lies nowhere
             reach = torch.mul(attention, apart, out=buffer).sum(-1)
             self.distance[batch, heads] += torch.where(live, reach, 0.0).sum(-1)
         return edges

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from ..hooks.forward import NON_TOKENS
 from .edges import TopEdges
 from .state import Entry, Key, State
 from .statistics import COLUMNS, INDEX, Sums
@@ -250,7 +251,7 @@ def _direction(key: Key, kept: TopEdges, direction: str, top: int, order: dict[i
 
 def _strings(ids: Iterable[Any], tokenizer: Any) -> list[str | None]:
     """The token of every id as the tokenizer spells it; None without a tokenizer or a token."""
-    known: dict[int, str | None] = {-1: None}
+    known: dict[int, str | None] = {-1: None, **{number: f"<{name}>" for name, number in NON_TOKENS.items()}}
     if tokenizer is not None:
         unique = sorted({int(number) for number in ids if number is not None and number >= 0})
         known |= dict(zip(unique, spell(tokenizer, unique)))

@@ -131,6 +131,7 @@ def vectors(call: AttentionCall, dtype: torch.dtype | None = None) -> Vectors:
     uniform = visible / count[..., None]
     own, other = call.visibility.positions(device)
     distance = (own[:, None] - other[None, :]).abs().to(attention.dtype)
+    distance[:, len(other) - call.visibility.added :] = 0  # a column that is no token lies nowhere
     first = call.visibility.first_key(call.call.sequences.key_rows, batch, device)
     on_first = attention.gather(-1, first[:, None, None, None].expand(batch, heads, queries, 1))[..., 0]
 
