@@ -22,6 +22,7 @@ _WHERE = {
     "watch": ".probe.watch",
     "verify": ".probe.verify",
     "law": ".probe.law",
+    "expose": ".hooks.handwritten",
     "State": ".probe.state",
     "ProbeError": ".hooks.refusals",
     "BadInput": ".hooks.refusals",
@@ -36,6 +37,7 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
+    from .hooks.handwritten import expose
     from .hooks.refusals import (
         BadInput,
         BadRequest,
@@ -67,6 +69,7 @@ __all__ = [
     "UnsupportedKernel",
     "Watch",
     "__version__",
+    "expose",
     "law",
     "verify",
     "watch",

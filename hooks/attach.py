@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from . import attention_registry, functional, override
 from .call import AttentionCall, CallSite, Needs, Receiver
 from .forward import Forward, Frame, frame, frames, takes_inputs
-from .running import Running, enter, leave, stacks
 from .refusals import UnsupportedKernel
+from .running import Running, enter, leave
 from .site import Kind, Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import override
+from .dropout import replay, unreadable
 from .observe import Reading, additive, observe
 from .refusals import UnsupportedKernel
 from .running import stacks
@@ -161,11 +162,6 @@ def read(name: str, module: nn.Module, query: Tensor, key: Tensor, given: dict[s
     dropout = float(given.get("dropout") or 0.0)
     if name == "eager" and not module.training:
         dropout = 0.0
-    if dropout > 0 and name != "eager":
-        raise UnsupportedKernel(
-            f"{name} drops attention weights inside the kernel and does not say which; "
-            "set the model's attention dropout to 0, call model.eval(), or load with attn_implementation='eager'."
-        )
     queries, keys = query.shape[2], key.shape[2]
     causal = given.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and queries > 1
@@ -179,19 +175,27 @@ def read(name: str, module: nn.Module, query: Tensor, key: Tensor, given: dict[s
             mask = mask[:, None, None, -keys:].bool()
     elif name != "eager":
         structure = Structure(causal and mask is None)
+    if dropout > 0 and (name not in ("eager", "sdpa") or unreadable(query, key, mask, dropout, structure.causal)):
+        raise UnsupportedKernel(
+            f"{name} drops attention weights inside the kernel and does not say which; "
+            "set the model's attention dropout to 0, call model.eval(), or load with attn_implementation='eager'."
+        )
+    scale = float(scale) if scale is not None else query.shape[-1] ** -0.5
+    drops = dropout > 0 and name == "sdpa"
     sinks = None if name == "sdpa" else _first(given, "s_aux", "sinks")
     if sinks is None and name == "eager":
         sinks = getattr(module, "sinks", None)
     return Reading(
         name,
         structure,
-        float(scale) if scale is not None else query.shape[-1] ** -0.5,
+        scale,
         softcap=None if name == "sdpa" else given.get("softcap"),
         dropout=dropout,
         mask=_expanded(mask, keys),
         bias=given.get("position_bias"),
         sinks=sinks if isinstance(sinks, Tensor) else None,
-        weights=dropout > 0,
+        weights=dropout > 0 and name == "eager",
+        replay=replay(query.device, dropout, structure.causal, scale) if drops else None,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import override
 from .dropout import replay, unreadable
 from .observe import Observation, Reading, observe
 from .refusals import UnsupportedKernel
@@ -32,22 +33,20 @@ _FLEX = "flex_attention"
 _FUSED = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
-def overrides(model: nn.Module) -> Iterator[Override]:
+def overrides(model: nn.Module) -> list[Override]:
     """What has to be replaced while `model` is watched: (owner, name, replacement of the current value)."""
-    yield F, _ATTENTION, _attending
-    yield F, "multi_head_attention_forward", _weighing
-    for name in _FUSED:
-        yield torch, name, _fused
     flex = sys.modules.get("torch.nn.attention.flex_attention")
-    if flex is not None:
-        yield flex, _FLEX, _flexing
-    originals = {id(getattr(F, _ATTENTION)): _attending}
-    if flex is not None:
-        originals[id(vars(flex)[_FLEX])] = _flexing
-    for namespace in _namespaces(model):
-        for name, value in list(namespace.items()):
-            if (make := originals.get(id(value))) is not None:
-                yield namespace, name, make
+    replaced: list[Override] = [(F, _ATTENTION, _attending), (F, "multi_head_attention_forward", _weighing)]
+    replaced += [(torch, name, _fused) for name in _FUSED]
+    replaced += [(flex, _FLEX, _flexing)] if flex is not None else []
+    originals = {id(override.original(owner, name, vars(owner)[name])): make for owner, name, make in replaced}
+    found = [
+        (namespace, name, make)
+        for namespace in _namespaces(model)
+        for name, value in namespace.items()
+        if (make := originals.get(id(override.original(namespace, name, value)))) is not None
+    ]
+    return replaced + found
 
 
 def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:

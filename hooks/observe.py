@@ -28,7 +28,8 @@ class Reading:
     """What an adapter read from the arguments of a call; tensors are those of the call, not copies.
 
     `mask`, `bias` and `sinks` as in `AttentionCall`; `weights` tells whether the kernel's second result is w, `replay`
-    computes w again. `added`: names of the last key columns that are no tokens.
+    computes w again. `added`: names of the last key columns that are no tokens. `late`: the products were computed before
+    the call was read, so that gradients of inputs come from hooks on the tensors instead of taps before them.
     """
 
     implementation: str
@@ -42,6 +43,7 @@ class Reading:
     weights: bool = False
     replay: Replay | None = None
     added: tuple[str, ...] = ()
+    late: bool = False
 
 
 Run = Callable[[Tensor], tuple[Tensor, Any]]
@@ -86,14 +88,14 @@ class Observation:
                 inputs,
                 reading.replay,
             )
-            if inputs:
+            if inputs and not reading.late:
                 self.query, self.key = tap_inputs(delivery, plan.anchor, query=self.query, key=self.key)
             self._deliveries.append((plan, delivery))
 
     def complete(self, value: Tensor, run: Run) -> tuple[Tensor, Any]:
         """Run the rest of the kernel on `value` (B,K,S,V); returns the output (B,Q,H,V) and the kernel's second result."""
         for plan, delivery in self._deliveries:
-            if plan.needs.inputs:
+            if plan.needs.inputs and self._reading is not None and not self._reading.late:
                 (value,) = tap_inputs(delivery, plan.anchor, value=value)
         stacks.calls.append(None)
         try:
@@ -110,6 +112,8 @@ class Observation:
         present = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
         heads, group = self.query.shape[1], self.query.shape[1] // self.key.shape[1]
         for plan, delivery in self._deliveries:
+            if plan.needs.inputs and reading.late:
+                delivery.hook_inputs(query=self.query, key=self.key, value=value)
             delivery.parts = ("output", *present)
             if plan.call is None:
                 reachable = output.requires_grad or plan.anchor is not None
@@ -143,7 +147,9 @@ def observe(
 
 def _site(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSite:
     assert plan.forward is not None
-    sequences = plan.forward.sequences(query.shape[0], query.shape[2], key.shape[2], plan.site.kind == "cross", reading.added)
+    sequences = plan.forward.sequences(
+        query.shape[0], query.shape[2], key.shape[2], plan.site.kind == "cross", reading.added
+    )
     return CallSite(
         plan.site,
         plan.use,

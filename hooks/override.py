@@ -49,6 +49,12 @@ def release(owner: Any, name: str) -> None:
             _set(owner, name, before)
 
 
+def original(owner: Any, name: str, current: Any) -> Any:
+    """What `owner.name`, now `current`, was before it was replaced."""
+    entry = _active.get((id(owner), name))
+    return current if entry is None or entry[3] is not current else entry[2]
+
+
 def _namespace(owner: Any) -> Any:
     return owner if isinstance(owner, dict) else vars(owner)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Delivery:
         self.pending = True
         self.partial: AttentionCall | None = None
         self.arrived: dict[str, Tensor] = {}
+        self.unhooked: dict[str, torch.Size] = {}
 
     def assemble(self, saved: tuple[Tensor, ...], upstream: Tensor) -> AttentionCall:
         """The call with its tensors, from what the tap saved."""
@@ -82,9 +84,25 @@ class Delivery:
         self.count += 1
         return call
 
+    def hook_inputs(self, **inputs: Tensor) -> None:
+        """Have the gradients of inputs that are used already complete the call; those that need none are unknown."""
+        for name, tensor in inputs.items():
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._hooked, name))
+            else:
+                self.unhooked[name] = tensor.shape
+
+    def _hooked(self, name: str, gradient: Tensor) -> None:
+        try:
+            self.arrive({name: gradient})
+        except Exception as error:
+            self.fail(error)
+
     def arrive(self, gradients: dict[str, Tensor]) -> None:
         """Note gradients of inputs, which come after u; the last of the three completes the call."""
         self.arrived |= gradients
+        for name, shape in self.unhooked.items():
+            self.arrived[name] = next(iter(gradients.values())).new_full(shape, torch.nan)
         if self.partial is None or len(self.arrived) < 3:
             return
         partial, self.partial, arrived, self.arrived = self.partial, None, self.arrived, {}
