@@ -217,9 +217,9 @@ class Attachment:
         # a checkpointed function may run without its module; then its query alone says which call it was
         equal = equal or [entry for entry in others if torch.equal(entry.fingerprint, fingerprint)]
         # a recomputation that is not bit-equal (dropout without preserved random state) belongs to the latest forward
-        entry = (equal or candidates or [None])[-1]
-        if entry is None:
+        if not equal and not candidates:
             return None
+        entry = (equal or candidates)[-1]
         if entry.delivery is None:
             self._awaited[id(entry.module)].remove(entry)
         if entry.decision is None:

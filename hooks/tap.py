@@ -106,8 +106,8 @@ class Delivery:
         if self.partial is None or len(self.arrived) < 3:
             return
         partial, self.partial, arrived, self.arrived = self.partial, None, self.arrived, {}
-        named = {f"{name}_gradient": gradient.detach() for name, gradient in arrived.items()}
-        self.deliver(replace(partial, **named))
+        query, key, value = (arrived[name].detach() for name in ("query", "key", "value"))
+        self.deliver(replace(partial, query_gradient=query, key_gradient=key, value_gradient=value))
 
 
 class _OutputTap(torch.autograd.Function):

@@ -1,0 +1,109 @@
+"""Attention dropout: w is the matrix that was really used, and D uses w and α each in its place."""
+
+# ruff: noqa: PT012 - what a watch refuses is raised where the watch is read, inside its block
+
+from __future__ import annotations
+
+import advantage_probe as ap
+import plain
+import pytest
+import torch
+import zoo
+from advantage_probe.probe.law import law
+from advantage_probe.probe.verify import residuals
+from torch import nn
+from truth import recorded, relative
+
+
+def llama(kernel: str) -> nn.Module:
+    return zoo.llama(attn_implementation=kernel, attention_dropout=0.3).train()
+
+
+def step(model: nn.Module, batch: dict, seed: int = 7) -> list[torch.Tensor]:
+    """Output, gradients and the random state afterwards."""
+    torch.manual_seed(seed)
+    found = model(**batch)
+    loss = found if isinstance(found, torch.Tensor) else found.loss
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return [loss.detach(), *gradients, torch.get_rng_state()]
+
+
+def models():
+    yield "eager", llama("eager"), zoo.batch("llama")
+    yield "sdpa", llama("sdpa"), zoo.batch("llama")
+    yield "plain", plain.gpt(dropout=0.3).train(), {"idx": plain.ids()}
+    for weights in (False, True):
+        torch.manual_seed(0)
+        mha = plain.louder(nn.MultiheadAttention(32, 4, dropout=0.3, batch_first=True))
+
+        class Model(nn.Module):
+            def __init__(self, inner: nn.Module, weights: bool) -> None:
+                super().__init__()
+                self.inner, self.weights = inner, weights
+
+            def forward(self, x):
+                return self.inner(x, x, x, need_weights=self.weights)[0].square().sum()
+
+        yield f"multihead {weights}", Model(mha, weights), {"x": torch.randn(2, 6, 32)}
+
+
+CASES = [pytest.param(model, batch, id=name) for name, model, batch in models()]
+
+
+@pytest.mark.parametrize(("model", "batch"), CASES)
+def test_a_run_with_dropout_draws_the_same_numbers_and_both_laws_hold(model: nn.Module, batch: dict) -> None:
+    expected = step(model, batch)
+    with ap.watch(model) as watch:
+        found = step(model, batch)
+        watch.step()
+    assert all(torch.equal(one, other) for one, other in zip(expected, found))
+    assert (watch.heads()["status"] == "ok").all()
+    with recorded(model, inputs=True) as recorder:
+        step(model, batch)
+    for call in recorder.calls:
+        assert call.weights is not None
+        terms = law(call)
+        dropped = (terms.weights == 0) & terms.visible
+        assert 0.15 < float(dropped.sum() / terms.visible.sum()) < 0.45
+        kept = terms.visible & ~dropped
+        assert relative(terms.weights[kept] * 0.7, terms.attention[kept]) < 1e-4
+        parts = residuals(call)
+        assert max(float(part.max()) for part in (parts.query, parts.key, parts.value)) < 2e-5
+
+
+@pytest.mark.parametrize(("model", "batch"), CASES)
+def test_the_law_without_the_dropped_weights_fails(model: nn.Module, batch: dict) -> None:
+    from dataclasses import replace
+
+    with recorded(model, inputs=True) as recorder:
+        step(model, batch)
+    wrong = replace(recorder.calls[0], weights=None)
+    assert float(residuals(wrong).value.max()) > 0.05
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_under_checkpointing_replays_what_the_recomputation_drew(reentrant: bool) -> None:
+    model = llama("sdpa")
+    with ap.watch(model) as watch:
+        expected = step(model, zoo.batch("llama"))
+    plainly = watch.heads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with ap.watch(model) as watch:
+        found = step(model, zoo.batch("llama"))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found))
+    assert watch.heads().equals(plainly)
+
+
+def test_a_fused_kernel_with_dropout_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: 1)
+    model = plain.gpt(dropout=0.3).train()
+    with pytest.raises(ap.UnsupportedKernel, match="drops attention weights"), ap.watch(model) as watch:
+        model(plain.ids()).backward()
+        watch.step()
+    model.eval()
+    with ap.watch(model) as watch:
+        model(plain.ids()).backward()
+    assert (watch.heads()["status"] == "ok").all()
