@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import attention_registry, functional, override
+from . import attention_registry, families, functional, override
 from .call import AttentionCall, CallSite, Needs, Receiver
 from .forward import Forward, Frame, frame, frames, takes_inputs
 from .refusals import UnsupportedKernel
@@ -112,7 +112,7 @@ class Attachment:
                 _by_module[module] = (*_by_module.get(module, ()), self)
             for kind in dict.fromkeys(type(module) for module in called):
                 self._override(kind, "__call__", _following)
-            for owner, name, make in functional.overrides(model):
+            for owner, name, make in (*functional.overrides(model), *families.overrides(model)):
                 self._override(owner, name, make)
             attention_registry.acquire()
 
@@ -334,6 +334,11 @@ def plans(module: nn.Module | None, query: Tensor, kind: Callable[[], Kind | Non
             attachment.receiver.refuse(error)
         return []
     return [plan for attachment in attachments if (plan := attachment.plan(module, query, kind)) is not None]
+
+
+def watched(module: nn.Module) -> bool:
+    """True while somebody watches this module, or awaits a recomputation of it."""
+    return id(module) in _by_module
 
 
 def refuse(running: Running | None, error: Exception) -> None:

@@ -70,7 +70,7 @@ def expose(
             bias=None if bias is None else bias[(None,) * (4 - bias.dim())],
             sinks=sinks,
             weights=weights is not None,
-            late=True,
+            late={name: (tensor, _same) for name, tensor in (("query", query), ("key", key), ("value", value))},
         )
 
     def run(*_: Any) -> tuple[Tensor, Any]:
@@ -78,3 +78,7 @@ def expose(
 
     seen, _ = observe(observers, query, key, value, run, read)
     return seen.transpose(1, 2)
+
+
+def _same(gradient: Tensor) -> Tensor:
+    return gradient

@@ -6,7 +6,7 @@ all: ask who observes, tap the inputs where their gradients are wanted, run, tap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,9 @@ class Reading:
     """What an adapter read from the arguments of a call; tensors are those of the call, not copies.
 
     `mask`, `bias` and `sinks` as in `AttentionCall`; `weights` tells whether the kernel's second result is w, `replay`
-    computes w again. `added`: names of the last key columns that are no tokens. `late`: the products were computed before
-    the call was read, so that gradients of inputs come from hooks on the tensors instead of taps before them.
+    computes w again. `added`: names of the last key columns that are no tokens. `late`, where the
+    products were computed before the call was read: the tensors on which hooks receive the gradients of query, key and
+    value, and how each gradient gets its four axes.
     """
 
     implementation: str
@@ -43,7 +44,7 @@ class Reading:
     weights: bool = False
     replay: Replay | None = None
     added: tuple[str, ...] = ()
-    late: bool = False
+    late: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None
 
 
 Run = Callable[[Tensor], tuple[Tensor, Any]]
@@ -88,14 +89,14 @@ class Observation:
                 inputs,
                 reading.replay,
             )
-            if inputs and not reading.late:
+            if inputs and reading.late is None:
                 self.query, self.key = tap_inputs(delivery, plan.anchor, query=self.query, key=self.key)
             self._deliveries.append((plan, delivery))
 
     def complete(self, value: Tensor, run: Run) -> tuple[Tensor, Any]:
         """Run the rest of the kernel on `value` (B,K,S,V); returns the output (B,Q,H,V) and the kernel's second result."""
         for plan, delivery in self._deliveries:
-            if plan.needs.inputs and self._reading is not None and not self._reading.late:
+            if plan.needs.inputs and self._reading is not None and self._reading.late is None:
                 (value,) = tap_inputs(delivery, plan.anchor, value=value)
         stacks.calls.append(None)
         try:
@@ -112,8 +113,8 @@ class Observation:
         present = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
         heads, group = self.query.shape[1], self.query.shape[1] // self.key.shape[1]
         for plan, delivery in self._deliveries:
-            if plan.needs.inputs and reading.late:
-                delivery.hook_inputs(query=self.query, key=self.key, value=value)
+            if plan.needs.inputs and reading.late is not None:
+                delivery.hook_inputs(reading.late)
             delivery.parts = ("output", *present)
             if plan.call is None:
                 reachable = output.requires_grad or plan.anchor is not None

@@ -8,7 +8,7 @@ on the tensor would hold them as well. Values and gradients pass through untouch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,17 +84,17 @@ class Delivery:
         self.count += 1
         return call
 
-    def hook_inputs(self, **inputs: Tensor) -> None:
-        """Have the gradients of inputs that are used already complete the call; those that need none are unknown."""
-        for name, tensor in inputs.items():
+    def hook_inputs(self, inputs: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]]) -> None:
+        """Have the gradients of inputs that were used already complete the call; those that need none are unknown."""
+        for name, (tensor, arrange) in inputs.items():
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._hooked, name))
+                tensor.register_hook(partial(self._hooked, name, arrange))
             else:
-                self.unhooked[name] = tensor.shape
+                self.unhooked[name] = arrange(tensor.detach()).shape
 
-    def _hooked(self, name: str, gradient: Tensor) -> None:
+    def _hooked(self, name: str, arrange: Callable[[Tensor], Tensor], gradient: Tensor) -> None:
         try:
-            self.arrive({name: gradient})
+            self.arrive({name: arrange(gradient)})
         except Exception as error:
             self.fail(error)
 
