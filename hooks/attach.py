@@ -102,7 +102,7 @@ class Attachment:
         self._local = threading.local()
         self._awaited: dict[int, deque[_Awaited]] = {}
         self._modules = {id(module): (name, module) for name, module in model.named_modules()}
-        self._sites: dict[tuple[int, Kind | None], Site] = {}
+        self._sites: dict[int, dict[Kind | None, Site]] = {}
         self._followed = {id(module) for module in model.modules() if takes_inputs(module)} | {id(model)}
         called = [module for module in model.modules() if module is model or _may_attend(module)]
         self._overrides: list[tuple[Any, str]] = []
@@ -168,15 +168,23 @@ class Attachment:
             loose = self._local.loose = self._new_forward(None)
         return loose
 
+    def expects_gradients(self) -> bool:
+        """True where a gradient may come back: also inside reentrant checkpoints, whose forward runs without."""
+        forward: Forward | None = getattr(self._local, "forward", None)
+        return torch.is_grad_enabled() or (forward is not None and forward.gradients)
+
     def follows(self, module: nn.Module) -> bool:
         """True for the modules whose arguments describe the batch."""
         return id(module) in self._followed
 
     def site(self, module: nn.Module, kind: Kind | None) -> Site:
-        key = (id(module), kind)
-        if key not in self._sites:
-            self._sites[key] = describe(self._modules[id(module)][0], module, kind)
-        return self._sites[key]
+        """The site of a module's call; one whose kind its arguments do not tell belongs to the calls before it."""
+        known = self._sites.setdefault(id(module), {})
+        if kind is None and known:
+            return next(iter(known.values()))
+        if kind not in known:
+            known[kind] = describe(self._modules[id(module)][0], module, kind)
+        return known[kind]
 
     def plan(self, module: nn.Module, query: Tensor, kind: Callable[[], Kind | None]) -> Plan | None:
         """Whether this call is observed, and how; None leaves it alone."""
@@ -344,7 +352,7 @@ def watched(module: nn.Module) -> bool:
 def refuse(running: Running | None, error: Exception) -> None:
     """Attention of a watched module that cannot be read: its receivers are told, unless no gradient would come anyway."""
     for attachment in _by_module.get(id(running.module), ()) if running is not None else ():
-        if torch.is_grad_enabled():
+        if attachment.expects_gradients():
             attachment.receiver.refuse(error)
         else:
             attachment.blind_calls += 1

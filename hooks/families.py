@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from .observe import Reading, observe
 from .refusals import UnsupportedFamily
 from .running import stacks
-from .visibility import Structure
+from .site import Kind
+from .visibility import Structure, Visibility
 
 _PRODUCTS = ("bmm", "matmul", "__matmul__", "baddbmm", "einsum")
 _FACTORS = (
@@ -56,7 +57,7 @@ def _writes_softmax(kind: type[nn.Module]) -> bool:
         code = getattr(member, "__code__", None)
         if code is not None:
             names |= set(code.co_names)
-    return bool(names & {"softmax", "Softmax", "XSoftmax"}) and "ALL_ATTENTION_FUNCTIONS" not in names
+    return bool(names & {"softmax", "Softmax", "XSoftmax", "logsumexp"}) and "ALL_ATTENTION_FUNCTIONS" not in names
 
 
 def overrides(model: nn.Module) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
@@ -75,7 +76,7 @@ def _spied(original: Callable[..., Any]) -> Callable[..., Any]:
         spy = _Spy(self)
         with spy:
             result = original(self, *args, **kwargs)
-        if spy.trouble is not None and torch.is_grad_enabled():
+        if spy.trouble is not None:
             refuse(stacks.innermost(), spy.refusal())
         return result
 
@@ -87,9 +88,11 @@ class _Product:
     """A product of two tensors that may turn out to be the scores."""
 
     query: Tensor
-    key: Tensor  # (…, S, D)
+    key: Tensor  # (…, D, S)
     scale: float
     current: Tensor  # what became of it
+    factor: Tensor | None = None  # one number per head, where the scores were multiplied by that
+    hidden: Tensor | None = None  # True where the scores were multiplied by 0
 
 
 class _Spy(TorchFunctionMode):
@@ -121,6 +124,8 @@ class _Spy(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name == "softmax":
             self._softmax(given, result)
+        elif name == "scaled_dot_product_attention":
+            self.trouble = None  # read where that function is
         elif isinstance(result, Tensor):
             self._follow(name, args, kwargs, result)
         return result
@@ -160,16 +165,16 @@ class _Spy(TorchFunctionMode):
         for product in self._products:
             if any(part is product.current for part in operands) and result.numel() == product.current.numel():
                 if name in _FACTORS and len(args) > 1:
-                    product.scale *= _factor(name, args[1] if args[0] is product.current else args[0])
+                    _multiply(product, args[1] if args[0] is product.current else args[0], "div" in name)
                 product.current = result
 
     def _softmax(self, scores: Any, result: Tensor) -> None:
-        chosen = next((product for product in self._products if product.current is scores), None)
-        if chosen is None:
-            return
         if self._chosen is not None:
             self.trouble = "there is more than one softmax"
-            self._chosen, self._products = None, []
+            self._weights, self._products = None, []
+            return
+        chosen = next((product for product in self._products if product.current is scores), None)
+        if chosen is None:
             return
         self._chosen, self._scores, self._weights = chosen, scores, result
 
@@ -183,13 +188,18 @@ class _Spy(TorchFunctionMode):
         result: Tensor = func(*args, **kwargs)
         chosen, scores, dropped = self._chosen, self._scores, self._dropped
         self._weights, self._products = None, []
-        parts = (chosen.query, chosen.key.transpose(-1, -2), own, scores, weights, result)
+        factor: Tensor | float = 1.0 if chosen.factor is None else chosen.factor.detach()
+        query = chosen.query if chosen.factor is None else chosen.query * factor
+        parts = (query, chosen.key.transpose(-1, -2), own, scores, weights, result)
         if not all(part.dim() == 4 or self._splits(part) for part in parts):
             self.trouble = "batch and heads share one axis and the module does not say how many heads there are"
             return result
         query, key, four, score, after, output = (self._heads(part) for part in parts)
         self.trouble = None
-        observers = plans(self.module, query)
+        hidden = score <= torch.finfo(score.dtype).min / 2
+        if chosen.hidden is not None:
+            hidden = hidden | chosen.hidden
+        observers = plans(self.module, query, lambda: _kind(~hidden))
         if not observers:
             return result
 
@@ -197,7 +207,6 @@ class _Spy(TorchFunctionMode):
             with torch.no_grad():
                 group = query.shape[1] // key.shape[1]
                 raw = query @ (key.repeat_interleave(group, 1) if group > 1 else key).transpose(-1, -2)
-                hidden = score <= torch.finfo(score.dtype).min / 2
                 mask = (score - raw.to(score.dtype) * chosen.scale).masked_fill_(hidden, -torch.inf)
             return Reading(
                 "by hand",
@@ -207,7 +216,7 @@ class _Spy(TorchFunctionMode):
                 mask=mask,
                 weights=dropped,
                 late={
-                    "query": (chosen.query, self._heads),
+                    "query": (chosen.query, lambda gradient: self._heads(gradient / factor)),
                     "key": (chosen.key, lambda gradient: self._heads(gradient.transpose(-1, -2))),
                     "value": (own, self._heads),
                 },
@@ -228,9 +237,24 @@ class _Spy(TorchFunctionMode):
         return tensor if tensor.dim() == 4 else tensor.unflatten(0, (-1, self._count() or 1))
 
 
-def _factor(name: str, other: Any) -> float:
-    if isinstance(other, Tensor):
-        if other.numel() != 1:
-            return 1.0
-        other = float(other)
-    return 1 / other if "div" in name else float(other)
+def _multiply(product: _Product, other: Any, divided: bool) -> None:
+    """Note that scores were multiplied or divided by a number, or by one number per head."""
+    if isinstance(other, Tensor) and other.numel() > 1:
+        if other.shape[-2:] == (1, 1):
+            other = 1 / other if divided else other
+            product.factor = other if product.factor is None else product.factor * other
+        elif not divided:
+            hidden = other == 0
+            product.hidden = hidden if product.hidden is None else product.hidden | hidden
+    else:
+        product.scale *= 1 / float(other) if divided else float(other)
+
+
+def _kind(visible: Tensor) -> Kind | None:
+    """What the mask (B,H,Q,S) says of the kind of attention."""
+    queries, keys = visible.shape[2:]
+    if queries == 1:
+        return None
+    if Visibility(Structure(), queries, keys, visible).ordered():
+        return "decoder_self"
+    return "encoder_self" if queries == keys else "cross"

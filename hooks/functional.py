@@ -139,6 +139,8 @@ def _kind(running: Running | None, query: Tensor, key: Tensor, given: dict[str, 
     mask = _mask(given.get("attn_mask"))
     if given.get("is_causal"):
         return "decoder_self"
+    if queries == 1:
+        return None
     if mask is not None and Visibility(Structure(), queries, keys, mask, added=added).ordered():
         return "decoder_self"
     return "encoder_self" if queries == keys - added else "cross"
