@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import attention_registry, families, functional, override
+from . import attention_registry, families, functional, override, transformer_lens
 from .call import AttentionCall, CallSite, Needs, Receiver
 from .forward import Forward, Frame, frame, frames, takes_inputs
 from .refusals import UnsupportedKernel
@@ -101,7 +101,7 @@ class Attachment:
         self._forwards = 0
         self._local = threading.local()
         self._awaited: dict[int, deque[_Awaited]] = {}
-        self._modules = {id(module): (name, module) for name, module in model.named_modules()}
+        self._modules = {id(module): (_plain(name), module) for name, module in transformer_lens.names(model)}
         self._sites: dict[int, dict[Kind | None, Site]] = {}
         self._followed = {id(module) for module in model.modules() if takes_inputs(module)} | {id(model)}
         called = [module for module in model.modules() if module is model or _may_attend(module)]
@@ -112,9 +112,14 @@ class Attachment:
                 _by_module[module] = (*_by_module.get(module, ()), self)
             for kind in dict.fromkeys(type(module) for module in called):
                 self._override(kind, "__call__", _following)
-            for owner, name, make in (*functional.overrides(model), *families.overrides(model)):
+            for owner, name, make in (
+                *functional.overrides(model),
+                *families.overrides(model),
+                *transformer_lens.overrides(model),
+            ):
                 self._override(owner, name, make)
             attention_registry.acquire()
+        transformer_lens.announce(model)
 
     def _override(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         override.acquire(owner, name, make)
@@ -288,6 +293,11 @@ def _forget(table: dict[int, tuple[Attachment, ...]], keys: Any, attachment: Att
             table.pop(key, None)
 
 
+def _plain(name: str) -> str:
+    """A module's name without what compiling or bridging puts in between."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_original_component"))
+
+
 def _may_attend(module: nn.Module) -> bool:
     """False for the layers of torch itself that compute no attention: they need not be followed."""
     kind = type(module)
@@ -352,6 +362,9 @@ def watched(module: nn.Module) -> bool:
 def refuse(running: Running | None, error: Exception) -> None:
     """Attention of a watched module that cannot be read: its receivers are told, unless no gradient would come anyway."""
     for attachment in _by_module.get(id(running.module), ()) if running is not None else ():
+        assert running is not None
+        if attachment.receiver.wants(attachment.site(running.module, None)) is None:
+            continue
         if attachment.expects_gradients():
             attachment.receiver.refuse(error)
         else:

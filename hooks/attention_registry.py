@@ -103,6 +103,7 @@ def _observing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Any]:
         if torch.compiler.is_compiling() or any(running is module for running in stacks.calls):
             return function(module, query, key, value, *args, **kwargs)
+        stacks.read += 1
         stacks.calls.append(module)  # what the kernel calls inside is part of this call
         try:
             return seen(module, query, key, value, *args, **kwargs)

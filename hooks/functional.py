@@ -78,7 +78,7 @@ def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or stacks.calls or not isinstance(query, Tensor):
             return original(query, key, value, *args, **kwargs)
-        running = stacks.innermost()
+        running, stacks.read = stacks.innermost(), stacks.read + 1
         given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs}
         if query.is_nested:
             return _nested(original, running, query, key, value, *args, **kwargs)

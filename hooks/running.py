@@ -25,6 +25,7 @@ class _Stacks(threading.local):
     def __init__(self) -> None:
         self.modules: list[Running] = []
         self.calls: list[nn.Module | None] = []
+        self.read = 0  # calls that reached an adapter, ever
 
     def innermost(self) -> Running | None:
         return self.modules[-1] if self.modules else None

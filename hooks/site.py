@@ -22,8 +22,8 @@ _CROSS = re.compile(
 _STACKS = (
     ("vision", re.compile(r"^(vision|visual|image|pixel)", re.IGNORECASE)),
     ("audio", re.compile(r"^(audio|speech)", re.IGNORECASE)),
-    ("encoder", re.compile(r"^(encoder|text_encoder)$", re.IGNORECASE)),
-    ("decoder", re.compile(r"^(decoder|text_decoder)$", re.IGNORECASE)),
+    ("encoder", re.compile(r"^(text_)?encoder(_blocks)?$", re.IGNORECASE)),
+    ("decoder", re.compile(r"^(text_)?decoder(_blocks)?$", re.IGNORECASE)),
 )
 
 
