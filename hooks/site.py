@@ -14,7 +14,9 @@ from torch import nn
 
 Kind = Literal["encoder_self", "decoder_self", "cross"]
 
-_LAYERS = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|block|layer_list|albert_layers|resblocks|encoder|decoder)\.(\d+)")
+_LAYERS = re.compile(
+    r"(?:^|\.)(?:layers?|h|blocks?|block|layer_list|albert_layers|resblocks|(?:en|de)coder(?:_blocks)?)\.(\d+)"
+)
 _CROSS = re.compile(
     r"^(?:enc(?:oder)?_?dec(?:oder)?_?att(?:ention|n)|encoder_att(?:ention|n)|cross_?att(?:ention|n)|encdecattention)",
     re.IGNORECASE,
