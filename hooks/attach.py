@@ -10,6 +10,7 @@ passed or has been freed.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import attention_registry, families, functional, override, transformer_lens
+from . import attention_registry, compiled, families, functional, override, transformer_lens
 from .call import AttentionCall, CallSite, Needs, Receiver
 from .forward import Forward, Frame, frame, frames, takes_inputs
 from .refusals import UnsupportedKernel
@@ -103,15 +104,19 @@ class Attachment:
         self._awaited: dict[int, deque[_Awaited]] = {}
         self._modules = {id(module): (_plain(name), module) for name, module in transformer_lens.names(model)}
         self._sites: dict[int, dict[Kind | None, Site]] = {}
-        self._followed = {id(module) for module in model.modules() if takes_inputs(module)} | {id(model)}
+        self._followed = {id(module) for module in model.modules() if takes_inputs(module)}
+        self._followed |= {id(model), id(model._modules.get("_orig_mod"))}
         called = [module for module in model.modules() if module is model or _may_attend(module)]
         self._overrides: list[tuple[Any, str]] = []
         with _lock:
             _attachments.append(self)
             for module in self._modules:
                 _by_module[module] = (*_by_module.get(module, ()), self)
-            for kind in dict.fromkeys(type(module) for module in called):
-                self._override(kind, "__call__", _following)
+            dynamo = sys.modules.get("torch._dynamo.eval_frame")
+            wrapper = dynamo.OptimizedModule if dynamo is not None else None
+            for kind in dict.fromkeys([wrapper, *(type(module) for module in called)]):
+                if kind is not None:
+                    self._override(kind, "__call__", _wrapping if kind is wrapper else _following)
             for owner, name, make in (
                 *functional.overrides(model),
                 *families.overrides(model),
@@ -119,7 +124,21 @@ class Attachment:
             ):
                 self._override(owner, name, make)
             attention_registry.acquire()
+            self._guard()
         transformer_lens.announce(model)
+
+    def _guard(self) -> None:
+        """Tell traces which modules are watched, and whether they need a gradient path."""
+        for module in self._modules:
+            others = [other for other in _by_module.get(module, ()) if other.open]
+            if others:
+                compiled.watched[module] = any(other.reaches() for other in others)
+            else:
+                compiled.watched.pop(module, None)
+
+    def reaches(self) -> bool:
+        """True where calls need a gradient path of our own."""
+        return self.reach_all or not any(parameter.requires_grad for parameter in self.model.parameters())
 
     def _override(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         override.acquire(owner, name, make)
@@ -128,6 +147,8 @@ class Attachment:
     def close(self) -> None:
         """Stop listening. Everything is put back now, or as soon as no checkpointed call awaits its backward."""
         self.open = False
+        with _lock:
+            self._guard()
         self._settle()
 
     def _settle(self) -> None:
@@ -160,8 +181,7 @@ class Attachment:
     def _new_forward(self, top: Frame | None) -> Forward:
         self._forwards += 1
         self.ran |= torch.is_grad_enabled()
-        frozen = not any(parameter.requires_grad for parameter in self.model.parameters())
-        return Forward(self._forwards, torch.is_grad_enabled(), self.reach_all or frozen, top)
+        return Forward(self._forwards, torch.is_grad_enabled(), self.reaches(), top)
 
     def _current(self, module: nn.Module) -> Forward:
         """The running forward; a module called outside any followed one starts a forward of its own."""
@@ -211,6 +231,14 @@ class Attachment:
             return None
         anchor = torch.zeros((), requires_grad=True) if forward.reach or needs.inputs else None
         return Plan(self, module, site, needs, forward, use, anchor, saving_is_hooked(), deferred)
+
+    def compiled_plan(self, module: int, kind: Callable[[], Kind | None]) -> Plan | None:
+        """Whether a call of a compiled graph is observed; whether it has gradients was asked when it was traced."""
+        owner = self._modules[module][1]
+        forward = self._current(owner)
+        use, site = forward.use(owner), self.site(owner, kind())
+        needs = self.receiver.wants(site)
+        return None if needs is None else Plan(self, owner, site, needs, forward, use, None)
 
     def repeat(self, module: nn.Module | None, query: Tensor) -> Plan | None:
         """The decision of the original forward, for the same call recomputed (by `module`, where that is known)."""
@@ -308,26 +336,52 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
     """A `__call__` for a class, which notes the calls of watched instances and leaves all others alone."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled.follow(original, self, args, kwargs)
         attachments = _by_module.get(id(self))
-        if attachments is None or torch.compiler.is_compiling():
+        if attachments is None:
             return original(self, *args, **kwargs)
-        enter(self, args, kwargs)
-        started: list[Attachment] = []
-        following = [] if recomputing() else [attachment for attachment in attachments if attachment.follows(self)]
-        if following:
-            entry = frame(self, args, kwargs)
-            frames.stack.append(entry)
-            started = [attachment for attachment in following if attachment.start(entry)]
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            if following:
-                frames.stack.pop()
-            leave()
-            for attachment in started:
-                attachment.finish()
+        return _followed(attachments, self, original, self, args, kwargs)
 
     return __call__
+
+
+def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The `__call__` of compiled modules: it stands for the module that was compiled, whose own is inside the graph."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inner = self._modules.get("_orig_mod")
+        attachments = _by_module.get(id(inner))
+        if inner is None or attachments is None or torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        return _followed(attachments, inner, original, self, args, kwargs)
+
+    return __call__
+
+
+def _followed(
+    attachments: tuple[Attachment, ...],
+    module: nn.Module,
+    original: Callable[..., Any],
+    called: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    enter(module, args, kwargs)
+    started: list[Attachment] = []
+    following = [] if recomputing() else [attachment for attachment in attachments if attachment.follows(module)]
+    if following:
+        entry = frame(module, args, kwargs)
+        frames.stack.append(entry)
+        started = [attachment for attachment in following if attachment.start(entry)]
+    try:
+        return original(called, *args, **kwargs)
+    finally:
+        if following:
+            frames.stack.pop()
+        leave()
+        for attachment in started:
+            attachment.finish()
 
 
 def _unnamed() -> None:
@@ -352,6 +406,11 @@ def plans(module: nn.Module | None, query: Tensor, kind: Callable[[], Kind | Non
             attachment.receiver.refuse(error)
         return []
     return [plan for attachment in attachments if (plan := attachment.plan(module, query, kind)) is not None]
+
+
+def attached(module: int) -> tuple[Attachment, ...]:
+    """Who is attached to the module with this id."""
+    return _by_module.get(module, ())
 
 
 def watched(module: nn.Module) -> bool:

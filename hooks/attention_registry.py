@@ -12,13 +12,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import override
+from . import compiled, override
 from .dropout import replay, unreadable
 from .observe import Reading, additive, observe
 from .refusals import UnsupportedKernel
@@ -90,18 +89,25 @@ def _wrapper(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return _wrappers[key]
 
 
-@cache
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+    """Names of the arguments that may follow module, query, key and value."""
+    try:
+        return tuple(inspect.signature(function).parameters)[4:]
+    except (TypeError, ValueError):
+        return ("attention_mask",)
 
 
 def _observing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     from .attach import plans
 
+    names = _names(function)
+
     def attention_forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        if torch.compiler.is_compiling() or any(running is module for running in stacks.calls):
+        if torch.compiler.is_compiling():
+            return traced(module, query, key, value, *args, **kwargs)
+        if any(running is module for running in stacks.calls):
             return function(module, query, key, value, *args, **kwargs)
         stacks.read += 1
         stacks.calls.append(module)  # what the kernel calls inside is part of this call
@@ -110,13 +116,29 @@ def _observing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             stacks.calls.pop()
 
+    def traced(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        name_in_trace = id(module)
+        if name_in_trace not in compiled.watched or not torch.is_grad_enabled():
+            return function(module, query, key, value, *args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        compiled.tracing.append(0)  # what the kernel calls inside is part of this call
+        output, second = function(module, query, key, value, *args, **kwargs)
+        compiled.tracing.pop()
+        reading, trouble = compiled.read(lambda: read(name, module, query, key, given))
+        if reading is None:
+            return compiled.refuse(name_in_trace, output, trouble), second
+        drawn = second if reading.weights else None
+        return compiled.behind(name_in_trace, output, query, key, value, reading, drawn), second
+
     def seen(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         observers = plans(module, query)
         if not observers:
             return function(module, query, key, value, *args, **kwargs)
-        given = {**dict(zip(_names(function)[4:], args)), **kwargs}
+        given = {**dict(zip(names, args)), **kwargs}
         return observe(
             observers,
             query,

@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import compiled
 from .chain import Chain
 from .refusals import UnsupportedFamily
 from .running import stacks
 
+_COMPILED = (
+    "computes attention by hand, which cannot be read inside a compiled model; run watched steps under "
+    "torch.compiler.set_stance('force_eager')."
+)
 _known: dict[Any, bool] = {}
 
 
@@ -53,7 +58,9 @@ def chained(original: Callable[..., Any]) -> Callable[..., Any]:
     from .attach import refuse, watched
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or stacks.calls or not watched(self):
+        if torch.compiler.is_compiling():
+            return _traced(self, original(self, *args, **kwargs))
+        if stacks.calls or not watched(self):
             return original(self, *args, **kwargs)
         chain, read = Chain(self), stacks.read
         with chain:
@@ -63,6 +70,16 @@ def chained(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return forward
+
+
+def _traced(module: nn.Module, result: Any) -> Any:
+    """The result of a call inside a graph that is being compiled, where operations cannot be followed."""
+    first = result[0] if isinstance(result, tuple) else result
+    name = id(module)
+    if name not in compiled.watched or not torch.is_grad_enabled() or not isinstance(first, torch.Tensor):
+        return result
+    first = compiled.refuse(name, first, f"{type(module).__name__} {_COMPILED}")
+    return (first, *result[1:]) if isinstance(result, tuple) else first
 
 
 def _refusal(module: nn.Module, trouble: str) -> UnsupportedFamily:

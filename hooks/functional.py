@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import override
+from . import compiled, override
 from .dropout import replay, unreadable
 from .observe import Observation, Reading, observe
 from .refusals import UnsupportedKernel
@@ -30,6 +30,10 @@ Override = tuple[Any, str, Callable[[Any], Any]]
 
 _ATTENTION = "scaled_dot_product_attention"
 _FLEX = "flex_attention"
+_COMPILED = (
+    "nn.MultiheadAttention with need_weights=True writes its softmax out and cannot be read inside a compiled model; pass "
+    "need_weights=False, or run watched steps under torch.compiler.set_stance('force_eager')."
+)
 _FUSED = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
@@ -76,7 +80,9 @@ def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from .attach import plans
 
     def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling() or stacks.calls or not isinstance(query, Tensor):
+        if torch.compiler.is_compiling():
+            return _traced(original, query, key, value, *args, **kwargs)
+        if stacks.calls or not isinstance(query, Tensor):
             return original(query, key, value, *args, **kwargs)
         running, stacks.read = stacks.innermost(), stacks.read + 1
         given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs}
@@ -97,11 +103,33 @@ def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             ]
             return _heads_first(original(*tensors, *args, **kwargs)).transpose(1, 2), None
 
-        output, _ = observe(observers, q, k, v, run, lambda: read(running, query, q, k, given, added))
+        output, _ = observe(observers, q, k, v, run, lambda: read(query, q, k, given, added))
         output = output.transpose(1, 2)
         return output if query.dim() == 4 else output.reshape(*query.shape[:-2], *output.shape[-2:])
 
     return scaled_dot_product_attention
+
+
+def _traced(
+    original: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The same inside a graph that is being compiled."""
+    output, module = original(query, key, value, *args, **kwargs), compiled.current()
+    if module is None:
+        return output
+    if query.dim() != 4:
+        return compiled.refuse(
+            module,
+            output,
+            f"A query of {query.dim()} axes inside a compiled model cannot be read; give scaled_dot_product_attention "
+            "four axes (batch, heads, tokens, width).",
+        )
+    given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs}
+    q, k, v = _four_axes(query, key, value, bool(given.get("enable_gqa")))
+    reading, trouble = compiled.read(lambda: read(query, q, k, given))
+    if reading is None:
+        return compiled.refuse(module, output, trouble)
+    return compiled.behind(module, output.transpose(1, 2), q, k, v, reading).transpose(1, 2)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
@@ -156,7 +184,6 @@ def _mask(mask: Tensor | None) -> Tensor | None:
 
 
 def read(
-    running: Running | None,
     given_query: Tensor,
     query: Tensor,
     key: Tensor,
@@ -168,8 +195,8 @@ def read(
     Raises:
         UnsupportedKernel: where heads and batch share one axis, or a fused kernel hides its dropout mask.
     """
-    batch = _batch()
-    if given_query.dim() == 3 and batch is not None and given_query.shape[0] > batch:
+    batch = _batch() if given_query.dim() == 3 else None
+    if batch is not None and given_query.shape[0] > batch:
         raise UnsupportedKernel(
             f"A query of shape {tuple(given_query.shape)} holds {batch} sequences and their heads on one axis; "
             "give scaled_dot_product_attention four axes (batch, heads, tokens, width)."
@@ -251,9 +278,13 @@ def _weighing(original: Any) -> Callable[..., Any]:
     def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
         places = {name: place for place, name in enumerate(original.__code__.co_varnames[: len(args)])}
         wanted = args[places["need_weights"]] if "need_weights" in places else kwargs.get("need_weights", True)
+        if torch.compiler.is_compiling():
+            output, weights = original(*args, **kwargs)
+            module = compiled.current() if wanted else None
+            return output if module is None else compiled.refuse(module, output, _COMPILED), weights
         running = stacks.innermost()
         tensors = [entry for entry in (*args, *kwargs.values()) if isinstance(entry, Tensor)]
-        if not wanted or running is None or torch.compiler.is_compiling() or stacks.calls:
+        if not wanted or running is None or stacks.calls:
             return original(*args, **kwargs)
         if torch.overrides.has_torch_function(tensors) or not isinstance(original, FunctionType):
             return original(*args, **kwargs)

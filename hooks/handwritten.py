@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import compiled
 from .observe import Reading, observe
 from .refusals import BadRequest
 from .visibility import Structure
@@ -54,11 +55,7 @@ def expose(
             "expose() takes query (batch, heads, queries, width), key and value (batch, kv heads, keys, width) and output "
             f"(batch, heads, queries, value width), not {', '.join(map(str, shapes))}."
         )
-    if torch.compiler.is_compiling():
-        return output
-    observers = plans(module, query)
-    if not observers:
-        return output
+    tracing = torch.compiler.is_compiling()
 
     def read() -> Reading:
         return Reading(
@@ -70,8 +67,17 @@ def expose(
             bias=None if bias is None else bias[(None,) * (4 - bias.dim())],
             sinks=sinks,
             weights=weights is not None,
-            late={name: (tensor, _same) for name, tensor in (("query", query), ("key", key), ("value", value))},
+            late=None if tracing else {"query": (query, _same), "key": (key, _same), "value": (value, _same)},
         )
+
+    if tracing:
+        name = id(module)
+        if name not in compiled.watched or not torch.is_grad_enabled():
+            return output
+        return compiled.behind(name, output.transpose(1, 2), query, key, value, read(), weights).transpose(1, 2)
+    observers = plans(module, query)
+    if not observers:
+        return output
 
     def run(*_: Any) -> tuple[Tensor, Any]:
         return output.transpose(1, 2), weights

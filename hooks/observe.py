@@ -72,7 +72,7 @@ class Observation:
             return
         heads, group = query.shape[1], query.shape[1] // key.shape[1]
         for plan in plans:
-            call = plan.call if plan.call is not None else _site(plan, reading, query, key)
+            call = plan.call if plan.call is not None else site_of(plan, reading, query, key)
             attachment = plan.attachment
             if plan.deferred:
                 attachment.await_recomputation(plan, query, call, None)
@@ -146,7 +146,8 @@ def observe(
     return observation.complete(value, lambda last: run(observation.query, observation.key, last))
 
 
-def _site(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSite:
+def site_of(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSite:
+    """The call as the forward pass knows it."""
     assert plan.forward is not None
     sequences = plan.forward.sequences(
         query.shape[0], query.shape[2], key.shape[2], plan.site.kind == "cross", reading.added
