@@ -211,20 +211,23 @@ def _again(module: int, query: Tensor) -> list[Delivery]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.anchored = inputs[8] is not None
     ctx.present = [place for place in range(8) if inputs[place] is not None]
     ctx.save_for_backward(output[1], *(inputs[place] for place in ctx.present))
 
 
 def _backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Any, ...]:
     number, *saved = ctx.saved_tensors
-    return torch.ops.advantage_probe.deliver(upstream, number, saved), *(None,) * 17
+    passed, nothing = torch.ops.advantage_probe.deliver(upstream, number, saved)
+    # the anchor's gradient of 0 keeps the delivery in graphs where nothing else needs one
+    return passed, *(None,) * 7, nothing if ctx.anchored else None, *(None,) * 9
 
 
 _tap.register_autograd(_backward, setup_context=_setup)
 
 
 @torch.library.custom_op("advantage_probe::deliver", mutates_args=())
-def _deliver(upstream: Tensor, number: Tensor, saved: list[Tensor]) -> Tensor:
+def _deliver(upstream: Tensor, number: Tensor, saved: list[Tensor]) -> tuple[Tensor, Tensor]:
     entry = _open.get(int(number))
     for delivery in entry.deliveries if entry is not None else ():
         try:
@@ -232,12 +235,13 @@ def _deliver(upstream: Tensor, number: Tensor, saved: list[Tensor]) -> Tensor:
                 delivery.deliver(delivery.assemble(tuple(saved), upstream))
         except Exception as error:
             delivery.fail(error)
-    return upstream.clone()
+    _ANCHOR.grad = None
+    return upstream.clone(), torch.zeros(())
 
 
 @_deliver.register_fake
-def _(upstream: Tensor, number: Tensor, saved: list[Tensor]) -> Tensor:
-    return torch.empty_like(upstream)
+def _(upstream: Tensor, number: Tensor, saved: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(upstream), torch.empty(())
 
 
 def follow(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
