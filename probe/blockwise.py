@@ -79,14 +79,15 @@ def vectors(call: AttentionCall, *, edges: int = 0, entries: int = BLOCK_ENTRIES
     work = _Pass(call, edges)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
-    found = []
+    routed, anti_routed = [], []
     for first in range(0, batch, b):
-        across = []
-        for head in range(0, heads, h):
-            across.append(work.heads(slice(first, min(first + b, batch)), slice(head, min(head + h, heads)), r))
-        if edges:
-            found.append(tuple(join([part[side] for part in across], 1) for side in (0, 1)))
-    return work.finish((join([part[0] for part in found], 0), join([part[1] for part in found], 0)) if edges else None)
+        rows = slice(first, min(first + b, batch))
+        parts = [work.heads(rows, slice(head, min(head + h, heads)), r) for head in range(0, heads, h)]
+        found = [part for part in parts if part is not None]
+        if found:
+            routed.append(join([part[0] for part in found], 1))
+            anti_routed.append(join([part[1] for part in found], 1))
+    return work.finish((join(routed, 0), join(anti_routed, 0)) if routed else None)
 
 
 class _Pass:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 IMPRECISE = 1e-5  # law_residual of a float32 kernel above which a head's status says so
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
 _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "position", "token_id", "sequence")
-_INTEGERS += ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
+_PAIRS = ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
 
 
 def _typed(table: pd.DataFrame) -> pd.DataFrame:
@@ -31,7 +31,7 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
     for name in table.columns:
         if name in _LABELS:
             table[name] = table[name].astype("category")
-        elif name in _INTEGERS:
+        elif name in _INTEGERS or name in _PAIRS:
             table[name] = pd.array(table[name], dtype="Int64")
         elif name in ("token", "query_token", "key_token"):
             table[name] = table[name].astype("string")

@@ -60,11 +60,12 @@ def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
     m, counted = rows.value_gradient, rows.counted
     batch, heads, keys, width = m.shape
     grouped = m.view(batch, heads // call.group, call.group, keys, width)
+    sound = torch.isfinite(grouped).all(-1, keepdim=True).all(-2, keepdim=True)  # a broken head spares its group
     value = call.value.to(m.dtype)
     used = (rows.uniform > 0).expand(batch, -1, keys)
     queries = counted.sum(-1)
     norm = m.norm(dim=-1)
-    group_square = grouped.sum(2).square().sum((-1, -2)) if call.group > 1 else norm.square().sum(-1)
+    group_square = torch.where(sound, grouped, 0.0).sum(2).square().sum((-1, -2)) if call.group > 1 else norm.square().sum(-1)
     value_norm = value.norm(dim=-1).repeat_interleave(call.group, 1)
     along = torch.matmul(grouped.transpose(2, 3), value[..., None]).squeeze(-1).transpose(2, 3).reshape_as(norm)
     turned = (norm > 0) & (value_norm > 0) & (rows.usage > 0)
