@@ -65,7 +65,9 @@ def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
     used = (rows.uniform > 0).expand(batch, -1, keys)
     queries = counted.sum(-1)
     norm = m.norm(dim=-1)
-    group_square = torch.where(sound, grouped, 0.0).sum(2).square().sum((-1, -2)) if call.group > 1 else norm.square().sum(-1)
+    group_square = (
+        torch.where(sound, grouped, 0.0).sum(2).square().sum((-1, -2)) if call.group > 1 else norm.square().sum(-1)
+    )
     value_norm = value.norm(dim=-1).repeat_interleave(call.group, 1)
     along = torch.matmul(grouped.transpose(2, 3), value[..., None]).squeeze(-1).transpose(2, 3).reshape_as(norm)
     turned = (norm > 0) & (value_norm > 0) & (rows.usage > 0)
@@ -83,7 +85,7 @@ def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
         "aligned": rows.aligned.sum(-1),
         "score_square": rows.score_square.sum(-1),
         "value_gradient_square": norm.square().sum(-1),
-        "group_gradient_square": group_square.repeat_interleave(call.group, 1) if call.group > 1 else group_square,
+        "group_gradient_square": group_square.repeat_interleave(call.group, 1),
         "value_square": torch.where(used, value_norm, 0.0).square().sum(-1),
         "keys": used.sum(-1).expand(batch, heads),
         "usage_entropy": _entropy(rows.usage) * queries,

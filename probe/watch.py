@@ -235,6 +235,7 @@ class Watch:
         state = other.state() if isinstance(other, Watch) else other
         if not isinstance(state, State):
             raise MergeRefused(f"merge() takes a watch or a state, not {type(other).__name__}.")
+        self.state().merge(state)  # refused here, nothing has changed yet
         with self._lock:
             self._closed_steps.merge(state)
             if isinstance(other, Watch):

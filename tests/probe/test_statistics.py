@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 
+import advantage_probe as ap
 import numpy as np
 import pytest
 import torch
 import zoo
-from truth import NAME, recorded, reference_registered
-
-import advantage_probe as ap
 from advantage_probe.probe import bootstrap
 from advantage_probe.probe.law import law
 from advantage_probe.probe.state import State
 from advantage_probe.probe.statistics import COLUMNS, SUMS, Sums
+from truth import NAME, recorded, reference_registered
 
 
 def captured(family: str, rows: int = 3):
@@ -230,7 +229,9 @@ def test_columns_that_compare_heads_do_not_see_the_gauge() -> None:
     with ap.watch(model) as after:
         model(**batch).loss.backward()
     one, other = before.heads(), after.heads()
-    free = [name for name in COLUMNS if name not in ("content_pressure", "value_slope", "kv_value_slope", "law_residual")]
+    free = [
+        name for name in COLUMNS if name not in ("content_pressure", "value_slope", "kv_value_slope", "law_residual")
+    ]
     for name in free:
         scale = one[name].abs().max() or 1.0
         assert (one[name] - other[name]).abs().max() <= 1e-6 * scale, name
