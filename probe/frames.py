@@ -265,8 +265,13 @@ def spell(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         text = str(tokenizer.decode([number]))
         if pieces is not None and ("�" in text or text == ""):
             text = str(pieces[place])
-        spelled.append(text)
+        spelled.append(readable(text))
     return spelled
+
+
+def readable(text: str) -> str:
+    """Text that every encoder accepts: lone surrogates become their escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _stacked(tables: list[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
