@@ -42,7 +42,9 @@ class Residuals:
 
 def gradients(call: AttentionCall, entries: int = BLOCK_ENTRIES) -> tuple[Tensor, Tensor, Tensor]:
     """∂L/∂q (B,H,Q,D), ∂L/∂k (B,K,S,D) and ∂L/∂v (B,K,S,V) of the kernel's inputs, from the laws alone."""
-    dtype = compute_dtype(call)
+    compute_dtype(call)  # refuses what has no gradient
+    # in double precision, so that the residual shows the kernel's rounding and not ours
+    dtype = torch.float32 if call.query.device.type == "mps" else torch.float64
     batch, heads, queries, _ = call.query.shape
     keys = call.key.shape[2]
     by_query = torch.zeros(call.query.shape, dtype=dtype, device=call.query.device)
