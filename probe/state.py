@@ -119,7 +119,7 @@ class State:
         Raises:
             LawViolated: when the recomputed weights do not reproduce the kernel's output.
         """
-        rows = blockwise.vectors(call, edges=edges)
+        rows = blockwise.vectors(call, edges=edges, tokens=tokens)
         sums = sequence_sums(call, rows)
         heads = call.query.shape[1]
         _check(call, sums)
