@@ -206,10 +206,12 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[Any], 
             for parameter, _ in before:
                 parameter.grad = None
             result = model(**batch)
+            if verifier.error is not None:  # before a backward that the kernel may not have
+                raise verifier.error
             value = loss(result) if loss is not None else getattr(result, "loss", None)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise BadInput("The batch gives no scalar loss; put labels into it, or pass loss=.")
-            if not verifier.calls and verifier.error is None:
+            if not verifier.calls:
                 raise NoAttentionSeen(f"{type(model).__name__} made no attention call that the probe can read.")
             value.backward()
     finally:

@@ -115,6 +115,11 @@ class Watch:
     def closed(self) -> bool:
         return not self._attachment.open
 
+    @property
+    def error(self) -> Exception | None:
+        """What could not be read so far, which the next step or reading raises; None when all is well."""
+        return self._error
+
     def step(self, loss_weight: float | None = None) -> None:
         """Close an optimizer step: everything since the last one belongs to it.
 

@@ -219,6 +219,13 @@ def test_encoders_and_models_without_attention_are_refused(text: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_kernel_that_cannot_be_read_is_refused_by_name(folder: Path, text: Path, tmp_path: Path) -> None:
+    words = (folder, "--text", text, "--attention", "flex_attention")
+    refused(run("analyze", *words, "--out", tmp_path / "out"), "flex attention", "sdpa")
+    refused(run("verify", *words), "flex attention", "sdpa")
+    refused(run("verify", folder, "--text", text, "--attention", "nonsense"), "nonsense")
+
+
 def test_texts_that_cannot_be_analysed_are_refused(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     cases = {
