@@ -112,8 +112,11 @@ def analyze(
         for batch in batches(items, size, padding):
             ids, mask = batch.ids.to(device), batch.mask.to(device)
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            if seen.error is not None:  # before a backward that the kernel may not have
+                raise seen.error
             loss = cross_entropy(logits, batch.targets.to(device))
-            (loss / batch.count).backward()
+            if loss.requires_grad:  # else no attention was seen, and the step says so
+                (loss / batch.count).backward()
             seen.step(loss_weight=1 / batch.count)
             total, targets, done = total + loss.item(), targets + batch.count, done + len(ids)
             if progress is not None:

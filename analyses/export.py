@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from ..hooks.refusals import BadInput
+from ..probe.frames import readable
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 
@@ -74,11 +75,6 @@ def check_out(out: Path, *, overwrite: bool = False) -> None:
         raise BadInput(f"{str(parent)!r} cannot be written ({reason}); choose another folder with --out.") from error
 
 
-def _readable(text: str) -> str:
-    """Text that every encoder accepts: lone surrogates become their escape."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def _strings(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
     """A copy in which `change` was applied to every string, also inside categoricals."""
     changed = {}
@@ -97,9 +93,7 @@ def _inert(text: str) -> str:
 
 def write_frame(table: pd.DataFrame, stem: Path) -> None:
     """`stem`.parquet and `stem`.csv of one frame."""
-    table = _strings(table, _readable)
     table.to_parquet(stem.with_suffix(".parquet"), index=False)
-    # categoricals that were renamed twice may collide with nothing: _inert is one to one
     _strings(table, _inert).to_csv(stem.with_suffix(".csv"), index=False, encoding="utf-8", lineterminator="\n")
 
 
@@ -128,4 +122,4 @@ def jsonable(value: Any) -> Any:
         return int(value)
     if isinstance(value, (float, np.floating)):
         return float(value) if math.isfinite(value) else None
-    return _readable(str(value)) if not isinstance(value, os.PathLike) else str(value)
+    return readable(str(value)) if not isinstance(value, os.PathLike) else str(value)

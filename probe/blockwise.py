@@ -65,35 +65,37 @@ def block_sizes(batch: int, heads: int, queries: int, keys: int, entries: int) -
     return max(1, min(batch, entries // max(1, r * keys * heads))), h, r
 
 
-def vectors(call: AttentionCall, *, edges: int = 0, entries: int = BLOCK_ENTRIES) -> Vectors:
+def vectors(call: AttentionCall, *, edges: int = 0, tokens: bool = True, entries: int = BLOCK_ENTRIES) -> Vectors:
     """Both laws for every query row and every key of `call`.
 
     Args:
         call: one attention call.
         edges: how many of the strongest score gradients of either direction to keep per batch row and head.
+        tokens: also what only token rows show, `spread`; without it that is 0.
         entries: upper bound on the scores that are held at once.
 
     Raises:
         BadRequest: for a block size that is not positive. UnsupportedKernel: for dtypes without a gradient.
     """
-    work = _Pass(call, edges)
+    work = _Pass(call, edges, tokens)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
-    found = []
+    routed, anti_routed = [], []
     for first in range(0, batch, b):
-        across = []
-        for head in range(0, heads, h):
-            across.append(work.heads(slice(first, min(first + b, batch)), slice(head, min(head + h, heads)), r))
-        if edges:
-            found.append(tuple(join([part[side] for part in across], 1) for side in (0, 1)))
-    return work.finish((join([part[0] for part in found], 0), join([part[1] for part in found], 0)) if edges else None)
+        rows = slice(first, min(first + b, batch))
+        parts = [work.heads(rows, slice(head, min(head + h, heads)), r) for head in range(0, heads, h)]
+        found = [part for part in parts if part is not None]
+        if found:
+            routed.append(join([part[0] for part in found], 1))
+            anti_routed.append(join([part[1] for part in found], 1))
+    return work.finish((join(routed, 0), join(anti_routed, 0)) if routed else None)
 
 
 class _Pass:
     """The sums of one call, filled block by block."""
 
-    def __init__(self, call: AttentionCall, edges: int) -> None:
-        self.call, self.edges = call, edges
+    def __init__(self, call: AttentionCall, edges: int, tokens: bool) -> None:
+        self.call, self.edges, self.tokens = call, edges, tokens
         self.dtype, device = compute_dtype(call), call.query.device
         self.batch, self.query_heads, self.queries, _ = call.query.shape
         self.keys, self.width = call.key.shape[2], call.value.shape[3]
@@ -101,7 +103,13 @@ class _Pass:
         counted = call.visibility.counted(self.batch, device)
         self.seen, self.uniform = call.visibility.counts(self.batch, counted)
         self.usable = (counted[:, None] & (self.seen > 0)).expand(*shape, self.queries)
-        self.rows = {name: torch.zeros(*shape, self.queries, dtype=self.dtype, device=device) for name in _ROWS}
+        self.rows = torch.zeros(len(_ROWS), *shape, self.queries, dtype=self.dtype, device=device)
+        self.zeros = torch.zeros((), dtype=self.dtype, device=device).expand(*shape, self.queries)
+        self.ones = torch.ones((), dtype=self.dtype, device=device).expand(*shape, self.queries)
+        # Σ_j α b equals u·o up to the kernel's rounding, unless the kernel rounds coarsely, drops weights or has a sink
+        self.precise = (
+            call.output.dtype in (torch.float32, torch.float64) and call.weights is None and call.sinks is None
+        )
         self.aligned = torch.zeros(*shape, self.queries, dtype=torch.bool, device=device)
         # per key: m_j, Σ_i w_ij ‖u_i‖ and Σ_i w_ij
         self.moments = torch.zeros(*shape, self.keys, self.width + 2, dtype=self.dtype, device=device)
@@ -128,17 +136,18 @@ class _Pass:
             return None
         return strongest([part[0] for part in found], self.edges), strongest([part[1] for part in found], self.edges)
 
-    def put(self, name: str, place: tuple[slice, slice, slice], live: Tensor, numbers: Tensor) -> None:
-        self.rows[name][place] = torch.where(live, numbers, 0.0)
-
     def block(
         self, place: tuple[slice, slice, slice], keys_t: Tensor, values_t: Tensor, low: int
     ) -> tuple[Edges, Edges] | None:
-        """Rows `place` against the keys (b,h,D,s) and values (b,h,V,s), which start at position `low`."""
+        """Rows `place` against the keys (b,h,D,s) and values (b,h,V,s), which start at position `low`.
+
+        Every pass over the (b,h,r,s) entries counts: `score` and `buffer` are reused, and a sum that follows from others
+        is not taken again.
+        """
         call, (batch, heads, span) = self.call, place
         high = low + keys_t.shape[-1]
         live = self.usable[place]
-        query = call.query[place].to(self.dtype)
+        query = call.query[place].to(self.dtype) * (call.call.scale if call.call.softcap is None else 1.0)
         upstream = torch.where(live[..., None], call.upstream[place].to(self.dtype), 0.0)
         output = torch.where(live[..., None], call.output[place].to(self.dtype), 0.0)
         # every row sees the keys before `edge`; only the rest has to be masked
@@ -146,52 +155,47 @@ class _Pass:
         visible, bias = call.visibility.block(batch, heads, span.start, span.stop, low + edge, high, call.query.device)
         hidden = None if visible is None else ~visible
 
-        # α, its log-normaliser and entropy
-        score = torch.matmul(query, keys_t).mul_(call.call.scale)
+        # α, its normaliser and entropy
+        score = torch.matmul(query, keys_t)
         if call.call.softcap is not None:
-            score.div_(call.call.softcap).tanh_().mul_(call.call.softcap)
+            score.mul_(call.call.scale / call.call.softcap).tanh_().mul_(call.call.softcap)
         if bias is not None:
             score[..., edge:] += bias.to(self.dtype)
         if hidden is not None:
             score[..., edge:].masked_fill_(hidden, HIDDEN)
-        top = score.amax(-1, keepdim=True)
-        hidden_mass = None
+        attention = torch.softmax(score, -1)
+        normaliser = score.amax(-1) - attention.amax(-1).log()  # ln Σ_j exp s_ij: the largest α is exp(max s) over it
         if call.sinks is not None:
-            sinks = call.sinks[heads].to(self.dtype)[None, :, None, None]
-            top = torch.maximum(top, sinks)
-            hidden_mass = (sinks - top).exp()
-        score -= top
-        attention = score.exp()
-        total = attention.sum(-1, keepdim=True)
-        if hidden_mass is not None:
-            total = total + hidden_mass
-        attention /= total
-        mass = 1 - hidden_mass[..., 0] / total[..., 0] if hidden_mass is not None else torch.ones_like(total[..., 0])
+            sinks = call.sinks[heads].to(self.dtype)[None, :, None]
+            mass = torch.sigmoid(normaliser - sinks)
+            sink = torch.sigmoid(sinks - normaliser)
+            attention *= mass[..., None]
+            normaliser = torch.logaddexp(normaliser, sinks)
+        else:
+            mass, sink = self.ones[place], self.zeros[place]
         buffer = torch.mul(attention, score)  # hidden: 0 · finite
-        self.put("entropy", place, live, total[..., 0].log() * mass - buffer.sum(-1))
-        self.put("sink", place, live, 1 - mass)
+        entropy = normaliser * mass - buffer.sum(-1)
 
-        # b, its mean E under α, and what came back: u·o
+        # b and its mean E under α; E is u·o where that is precise, and then D shows how well it is
         compatibility = torch.matmul(upstream, values_t, out=score)
-        expected = torch.mul(attention, compatibility, out=buffer).sum(-1)
-        self.put("residual_scale", place, live, buffer.mul_(compatibility).sum(-1))
-        weights, received = attention, expected
+        received = (upstream * output).sum(-1)
+        weights, reached = attention, received
+        if self.precise:
+            expected = received
+        else:
+            expected = torch.mul(attention, compatibility, out=buffer).sum(-1)
+            reached = expected
         if call.weights is not None:
             weights = call.weights[place][..., low:high].to(self.dtype)
             if hidden is not None:
                 weights = weights.clone()
                 weights[..., edge:].masked_fill_(hidden, 0.0)
-            received = torch.mul(weights, compatibility, out=buffer).sum(-1)
-        self.put("expected", place, live, expected)
-        self.put("residual", place, live, (received - (upstream * output).sum(-1)).square())
-
-        # D = w b − α (u·o), which is α (b − E) without dropout; `less` is b − E = −A, 0 where hidden
-        if call.weights is not None:
-            torch.mul(weights, compatibility, out=buffer).addcmul_(attention, received[..., None], value=-1)
-        less = compatibility.sub_(expected[..., None])
-        if call.weights is None:
-            torch.mul(attention, less, out=buffer)
-        score_gradient = buffer
+            reached = torch.mul(weights, compatibility, out=buffer).sum(-1)
+            score_gradient = buffer.addcmul(attention, reached[..., None], value=-1)  # D = w b − α (u·o)
+            less = compatibility.sub_(expected[..., None])
+        else:
+            less = compatibility.sub_(expected[..., None])  # b − E = −A, 0 where hidden
+            score_gradient = torch.mul(attention, less, out=buffer)
         if hidden is not None:
             less[..., edge:].masked_fill_(hidden, 0.0)
         edges = None
@@ -203,37 +207,58 @@ class _Pass:
         if hidden is not None and call.sinks is not None:
             best = less.clone()
             best[..., edge:].masked_fill_(hidden, torch.inf)
-        self.put("missed", place, live, 0.0 - best.amin(-1))
-        self.put("score_square", place, live, score_gradient.square().sum(-1))
-        self.put("spread", place, live, 0.5 * score_gradient.abs().sum(-1))
-        self.put("advantage_square", place, live, torch.mul(attention, less, out=buffer).mul_(less).sum(-1))
+        missed = 0.0 - best.amin(-1)
+        score_norm = torch.linalg.vector_norm(score_gradient, dim=-1)
+        spread = torch.linalg.vector_norm(score_gradient, ord=1, dim=-1) if self.tokens else self.zeros[place]
+        if call.weights is not None:
+            torch.mul(attention, less, out=buffer)
+        less_mean = buffer.sum(-1)  # Σ_j α (b − E): 0, up to sinks and rounding
+        advantage_square = buffer.mul_(less).sum(-1)
+        if self.precise:
+            residual = less_mean.square()
+        else:
+            residual = (reached - received).square()
+        b_square = advantage_square + expected * (2 * less_mean + mass * expected)  # Σ_j α b²
 
         # alignment of α_i and A_i over V_i, and the slope towards even attention
         n = self.seen[batch, :, span].clamp(min=1).to(self.dtype)
-        less_sum, less_square = less.sum(-1), torch.mul(less, less, out=buffer).sum(-1)
-        self.put("over_uniform", place, live, less_sum / n)
-        less_variation = (less_square - less_sum.square() / n).clamp(min=0)
-        b_square = less_square + 2 * expected * less_sum + n * expected.square()
+        less_sum, less_norm = less.sum(-1), torch.linalg.vector_norm(less, dim=-1)
+        less_variation = (less_norm.square() - less_sum.square() / n).clamp(min=0)
         varied = torch.sub(attention, (mass / n)[..., None], out=buffer)
         if hidden is not None:
             varied[..., edge:].masked_fill_(hidden, 0.0)
-        covariance = -torch.mul(varied, less).sum(-1)
-        variation = varied.square_().sum(-1)
+        variation = torch.linalg.vector_norm(varied, dim=-1).square()
+        covariance = mass * less_sum / n - less_mean  # Σ_j (α − ᾱ) A
         tiny = torch.finfo(self.dtype).eps  # of a square; below, a correlation would be one of rounding errors
         aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
-        aligned &= less_variation > tiny * b_square
+        aligned &= less_variation > tiny * (less_norm.square() + 2 * expected * less_sum + n * expected.square())
         self.aligned[place] = aligned
         product = torch.where(aligned, (variation * less_variation).sqrt(), 1.0)
-        self.put("alignment", place, aligned, covariance / product)
+        alignment = torch.where(aligned, covariance / product, 0.0)
+
+        norm = upstream.norm(dim=-1, keepdim=True)
+        rows = {
+            "entropy": entropy,
+            "sink": sink,
+            "expected": expected,
+            "advantage_square": advantage_square,
+            "missed": missed,
+            "alignment": alignment,
+            "score_square": score_norm.square(),
+            "spread": 0.5 * spread,
+            "over_uniform": less_sum / n,
+            "upstream_norm": norm[..., 0],
+            "residual": residual,
+            "residual_scale": b_square,
+        }
+        self.rows[:, *place] = torch.where(live, torch.stack([rows[name] for name in _ROWS]), 0.0)
 
         # per key: wᵀ[u, ‖u‖, 1]
-        norm = upstream.norm(dim=-1, keepdim=True)
-        self.put("upstream_norm", place, live, norm[..., 0])
-        ones = live[..., None].to(self.dtype)
-        users = torch.cat([upstream, norm, ones], -1)
+        users = torch.cat([upstream, norm, live[..., None].to(self.dtype)], -1)
         self.moments[batch, heads, low:high] += torch.matmul(weights.transpose(-1, -2), users)
         if self.usage is not None:
-            self.usage[batch, heads, low:high] += torch.matmul(attention.transpose(-1, -2), ones)[..., 0]
+            counted = live[..., None].to(self.dtype)
+            self.usage[batch, heads, low:high] += torch.matmul(attention.transpose(-1, -2), counted)[..., 0]
         if self.distance is not None:
             own, other = call.visibility.positions(call.query.device)
             apart = (own[span, None] - other[None, low:high]).abs().to(self.dtype)
@@ -248,7 +273,7 @@ class _Pass:
         distance = self.distance
         if distance is None:  # every key lies before its query
             own, other = call.visibility.positions(device)
-            mass = torch.where(self.usable, 1 - self.rows["sink"], 0.0)
+            mass = torch.where(self.usable, 1 - self.rows[_ROWS.index("sink")], 0.0)
             distance = (mass * own.to(self.dtype)).sum(-1) - (usage * other.to(self.dtype)).sum(-1)
         first = call.visibility.first_key(call.call.sequences.key_rows, self.batch, device)
         return Vectors(
@@ -261,5 +286,5 @@ class _Pass:
             value_gradient=self.moments[..., : self.width],
             uniform=self.uniform,
             edges=edges,
-            **self.rows,
+            **dict(zip(_ROWS, self.rows)),
         )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 IMPRECISE = 1e-5  # law_residual of a float32 kernel above which a head's status says so
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
 _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "position", "token_id", "sequence")
-_INTEGERS += ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
+_PAIRS = ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
 
 
 def _typed(table: pd.DataFrame) -> pd.DataFrame:
@@ -32,7 +32,7 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
     for name in table.columns:
         if name in _LABELS:
             table[name] = table[name].astype("category")
-        elif name in _INTEGERS:
+        elif name in _INTEGERS or name in _PAIRS:
             table[name] = pd.array(table[name], dtype="Int64")
         elif name in ("token", "query_token", "key_token"):
             table[name] = table[name].astype("string")
@@ -266,8 +266,13 @@ def spell(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         text = str(tokenizer.decode([number]))
         if pieces is not None and ("�" in text or text == ""):
             text = str(pieces[place])
-        spelled.append(text)
+        spelled.append(readable(text))
     return spelled
+
+
+def readable(text: str) -> str:
+    """Text that every encoder accepts: lone surrogates become their escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _stacked(tables: list[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:

@@ -96,7 +96,7 @@ def _unseen() -> Entry:
 class State:
     """Entries by key, in the order in which the model made the calls.
 
-    `sequences`: identities of the sequences seen, in order. `dtypes`: output dtypes of the kernels, for tolerances.
+    `sequences`: identities of the sequences that token rows and edges speak of, in the order in which they came.
     """
 
     entries: dict[Key, Entry] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class State:
         Raises:
             LawViolated: when the recomputed weights do not reproduce the kernel's output.
         """
-        rows = blockwise.vectors(call, edges=edges)
+        rows = blockwise.vectors(call, edges=edges, tokens=tokens)
         sums = sequence_sums(call, rows)
         heads = call.query.shape[1]
         _check(call, sums)
@@ -136,7 +136,8 @@ class State:
             new.tokens = Tokens([token_rows(call, rows)])
         if scale != 1.0:
             new.divide(scale)
-        self.sequences.update(dict.fromkeys(identities))
+        if edges or tokens:  # rows name their sequence; sums do not, and a long training would fill the memory
+            self.sequences.update(dict.fromkeys(identities))
         entry = self.entries.setdefault(key, _unseen())
         was_bad = entry.sums.bad_now if entry.heads else new.sums.bad_now
         bad = was_bad | new.sums.bad_now

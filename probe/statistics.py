@@ -58,15 +58,20 @@ Array = NDArray[np.float64]
 def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
     """(B,H,C) float64 on the CPU: the sums of every batch row and head of one call."""
     m, counted = rows.value_gradient, rows.counted
-    batch, heads, keys, width = m.shape
-    grouped = m.view(batch, heads // call.group, call.group, keys, width)
+    batch, heads, keys, _ = m.shape
     value = call.value.to(m.dtype)
     used = (rows.uniform > 0).expand(batch, -1, keys)
     queries = counted.sum(-1)
     norm = m.norm(dim=-1)
-    group_square = grouped.sum(2).square().sum((-1, -2)) if call.group > 1 else norm.square().sum(-1)
+    square = norm.square().sum(-1)
+    if call.group > 1:
+        grouped = m.view(batch, heads // call.group, call.group, keys, -1)
+        sound = torch.isfinite(square).view(*grouped.shape[:3], 1, 1)  # a broken head spares its group
+        group_square = torch.where(sound, grouped, 0.0).sum(2).square().sum((-1, -2)).repeat_interleave(call.group, 1)
+        along = (grouped * value[:, :, None]).sum(-1).view_as(norm)
+    else:
+        group_square, along = square, (m * value).sum(-1)
     value_norm = value.norm(dim=-1).repeat_interleave(call.group, 1)
-    along = torch.matmul(grouped.transpose(2, 3), value[..., None]).squeeze(-1).transpose(2, 3).reshape_as(norm)
     turned = (norm > 0) & (value_norm > 0) & (rows.usage > 0)
     cosine = torch.where(turned, -along / torch.where(turned, norm * value_norm, 1.0), 0.0)
     sums = {
@@ -81,8 +86,8 @@ def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
         "alignment": rows.alignment.sum(-1),
         "aligned": rows.aligned.sum(-1),
         "score_square": rows.score_square.sum(-1),
-        "value_gradient_square": norm.square().sum(-1),
-        "group_gradient_square": group_square.repeat_interleave(call.group, 1) if call.group > 1 else group_square,
+        "value_gradient_square": square,
+        "group_gradient_square": group_square,
         "value_square": torch.where(used, value_norm, 0.0).square().sum(-1),
         "keys": used.sum(-1).expand(batch, heads),
         "usage_entropy": _entropy(rows.usage) * queries,

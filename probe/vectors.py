@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, Q query positions, S key positions, V value widt
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class Vectors:
 
     def cpu(self) -> Vectors:
         """The same on the CPU."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.cpu() for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **moved)

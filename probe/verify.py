@@ -42,7 +42,9 @@ class Residuals:
 
 def gradients(call: AttentionCall, entries: int = BLOCK_ENTRIES) -> tuple[Tensor, Tensor, Tensor]:
     """∂L/∂q (B,H,Q,D), ∂L/∂k (B,K,S,D) and ∂L/∂v (B,K,S,V) of the kernel's inputs, from the laws alone."""
-    dtype = compute_dtype(call)
+    compute_dtype(call)  # refuses what has no gradient
+    # in double precision, so that the residual shows the kernel's rounding and not ours
+    dtype = torch.float32 if call.query.device.type == "mps" else torch.float64
     batch, heads, queries, _ = call.query.shape
     keys = call.key.shape[2]
     by_query = torch.zeros(call.query.shape, dtype=dtype, device=call.query.device)
@@ -204,10 +206,12 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[Any], 
             for parameter, _ in before:
                 parameter.grad = None
             result = model(**batch)
+            if verifier.error is not None:  # before a backward that the kernel may not have
+                raise verifier.error
             value = loss(result) if loss is not None else getattr(result, "loss", None)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise BadInput("The batch gives no scalar loss; put labels into it, or pass loss=.")
-            if not verifier.calls and verifier.error is None:
+            if not verifier.calls:
                 raise NoAttentionSeen(f"{type(model).__name__} made no attention call that the probe can read.")
             value.backward()
     finally:

@@ -72,7 +72,12 @@ class Watch:
         self.selected_heads = None if heads is None else frozenset(heads)
         self._lock = threading.RLock()
         self._error: Exception | None = None
-        self.reset()
+        self._number = 0
+        self._asked = False
+        self._open, self._closed_steps = State(), State()
+        self._steps: list[Step] = []
+        self._weights: set[float | None] = set()
+        self._scale: float | None = None
         self._attachment = Attachment(model, self, reach_all=reach_all)
 
     # -- receiver ----------------------------------------------------------------------------------------------------
@@ -109,6 +114,11 @@ class Watch:
     @property
     def closed(self) -> bool:
         return not self._attachment.open
+
+    @property
+    def error(self) -> Exception | None:
+        """What could not be read so far, which the next step or reading raises; None when all is well."""
+        return self._error
 
     def step(self, loss_weight: float | None = None) -> None:
         """Close an optimizer step: everything since the last one belongs to it.
@@ -178,15 +188,12 @@ class Watch:
 
     def reset(self) -> None:
         """Forget everything that was added and start again at step 0."""
-        if getattr(self, "_attachment", None) is not None and self.closed:
+        if self.closed:
             raise ClosedWatch("This watch is closed; open a new one with watch(model).")
         with self._lock:
-            self._number = 0
-            self._asked = False
+            self._number, self._asked, self._scale = 0, False, None
             self._open, self._closed_steps = State(), State()
-            self._steps: list[Step] = []
-            self._weights: set[float | None] = set()
-            self._scale: float | None = None
+            self._steps, self._weights = [], set()
 
     def close(self) -> None:
         """Stop listening and put everything back; may be called more than once."""
@@ -233,6 +240,7 @@ class Watch:
         state = other.state() if isinstance(other, Watch) else other
         if not isinstance(state, State):
             raise MergeRefused(f"merge() takes a watch or a state, not {type(other).__name__}.")
+        self.state().merge(state)  # refused here, nothing has changed yet
         with self._lock:
             self._closed_steps.merge(state)
             if isinstance(other, Watch):

@@ -1,0 +1,133 @@
+"""The page and the files: self-contained, escaped, and the same when read back."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pandas as pd
+import pytest
+import torch
+import zoo
+from advantage_probe.analyses import export
+from advantage_probe.analyses.analyze import analyze
+from advantage_probe.analyses.corpus import Window
+from advantage_probe.analyses.report import html
+from advantage_probe.hooks.refusals import BadInput
+from advantage_probe.probe.frames import spell
+
+EVIL = [
+    "</script><script>alert(1)</script>",
+    "<b>",
+    "&amp;",
+    '"quoted"',
+    "NA",
+    "",
+    "=1+1",
+    "'x",
+    "\tx",
+    "é",
+    "☃",
+    "$x$",
+]
+
+
+class Tokenizer:
+    """Tokens that try to be something else."""
+
+    pad_token_id = 0
+
+    def decode(self, ids: list[int]) -> str:
+        return EVIL[ids[0] % len(EVIL)]
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [EVIL[number % len(EVIL)] for number in ids]
+
+
+@pytest.fixture(scope="module")
+def result():
+    ids = torch.randint(0, zoo.VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    items = [Window(tuple(row), "text", 12 * place) for place, row in enumerate(ids)]
+    return analyze(zoo.llama().requires_grad_(False), Tokenizer(), items, name="<i>model</i>")
+
+
+def test_the_page_is_one_file_that_fetches_nothing(result) -> None:
+    page = html(result)
+    assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", page)
+    assert '<meta charset="utf-8">' in page
+
+
+def test_strings_stay_text(result) -> None:
+    page = html(result)
+    assert page.count("<script") == 2
+    assert "<i>model" not in page
+    data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S).group(1))
+    shown = {part for head in data["edges"].values() for rows in head.values() for row in rows for part in row[:2]}
+    assert "</script><script>alert(1)</script>" in shown
+
+
+def test_the_page_holds_every_head_and_valid_json(result) -> None:
+    page = html(result)
+    raw = re.search(r'type="application/json">(.*?)</script>', page, re.S).group(1)
+    assert "NaN" not in raw
+    assert "Infinity" not in raw
+    data = json.loads(raw)
+    assert [head["label"] for head in data["heads"]] == list(result.heads["label"])
+    assert [len(row["labels"]) for row in data["rows"]] == [4, 4]
+
+
+def test_frames_come_back_as_they_were(result, tmp_path) -> None:
+    for name, frame in result.frames.items():
+        export.write_frame(frame, tmp_path / name)
+        parquet = pd.read_parquet(tmp_path / f"{name}.parquet")
+        pd.testing.assert_frame_equal(parquet, frame, check_categorical=False, check_dtype=False)
+        text = export.read_csv(tmp_path / f"{name}.csv")
+        for column in frame.columns:
+            if pd.api.types.is_numeric_dtype(frame[column].dtype):
+                one = frame[column].astype("float64").to_numpy(na_value=float("nan"))
+                other = text[column].astype("float64").to_numpy(na_value=float("nan"))
+                assert ((one == other) | ((one != one) & (other != other))).all(), column
+            else:
+                assert frame[column].astype("string").fillna("∅").tolist() == (
+                    text[column].astype("string").fillna("∅").tolist()
+                ), column
+
+
+def test_no_cell_of_the_csv_is_a_formula(result, tmp_path) -> None:
+    import csv
+
+    export.write_frame(result.edges, tmp_path / "edges")
+    with (tmp_path / "edges.csv").open(encoding="utf-8", newline="") as handle:
+        for row in csv.DictReader(handle):
+            for name in ("query_token", "key_token", "label", "module"):
+                assert not row[name].startswith(("=", "+", "-", "@", "\t", "\r"))
+
+
+def test_broken_unicode_is_spelled_readably(tmp_path) -> None:
+    class Broken(Tokenizer):
+        def decode(self, ids: list[int]) -> str:
+            return "x\ud83dy"
+
+    assert spell(Broken(), [1]) == ["x\\ud83dy"]
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError), export.new_folder(out) as folder:
+        (folder / "half").write_text("half", encoding="utf-8")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with export.new_folder(out) as folder:
+        (folder / "whole").write_text("whole", encoding="utf-8")
+        assert not out.exists()
+    assert [path.name for path in out.iterdir()] == ["whole"]
+    with pytest.raises(BadInput, match="not empty"), export.new_folder(out):
+        pass
+
+
+def test_json_has_no_numbers_that_json_does_not_know() -> None:
+    assert export.jsonable({"a": float("nan"), "b": [float("inf"), 1], "c": pd.NA}) == {
+        "a": None,
+        "b": [None, 1],
+        "c": None,
+    }

@@ -1,0 +1,35 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from advantage_probe.probe.statistics import COLUMNS
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_python_block_runs_in_order() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(blocks) >= 2
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert len(names["heads"]) == 8
+    assert names["history"]["step"].unique().tolist() == [0, 2]
+
+
+def test_every_column_is_explained() -> None:
+    table = README.split("## Reading the heads table")[1].split("\n## ")[0]
+    explained = {name.strip() for line in re.findall(r"^\| ([a-z_, ]+) \|", table, re.M) for name in line.split(",")}
+    assert explained - {"column", "status"} == set(COLUMNS)
+
+
+def test_every_named_exception_has_its_remedy() -> None:
+    import advantage_probe as ap
+
+    named = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
+    exported = {name for name in ap.__all__ if isinstance(getattr(ap, name), type)}
+    assert named == {name for name in exported if issubclass(getattr(ap, name), ap.ProbeError)} - {"ProbeError"}
