@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from . import attention_registry, compiled, families, functional, override, transformer_lens
 from .call import AttentionCall, CallSite, Needs, Receiver
 from .forward import Forward, Frame, frame, frames, takes_inputs
+from .packing import Packing
 from .refusals import UnsupportedKernel
 from .running import Running, enter, leave
 from .site import Kind, Site, describe
@@ -98,8 +100,10 @@ class Attachment:
         self.open = True
         self.blind_calls = 0
         self.ran = False
+        self._said = False
         self._settled = False
         self._forwards = 0
+        self.packing = Packing()
         self._local = threading.local()
         self._awaited: dict[int, deque[_Awaited]] = {}
         self._modules = {id(module): (_plain(name), module) for name, module in transformer_lens.names(model)}
@@ -221,7 +225,7 @@ class Attachment:
         use = forward.use(module)
         deferred = not torch.is_grad_enabled()
         if deferred and not forward.gradients:
-            self.blind_calls += 1
+            self._blind(module)
             return None
         site = self.site(module, kind())
         needs = self.receiver.wants(site)
@@ -231,6 +235,17 @@ class Attachment:
             return None
         anchor = torch.zeros((), requires_grad=True) if forward.reach or needs.inputs else None
         return Plan(self, module, site, needs, forward, use, anchor, saving_is_hooked(), deferred)
+
+    def _blind(self, module: nn.Module) -> None:
+        """Count a call without gradients; in train mode that is seldom meant, so it is said, once."""
+        self.blind_calls += 1
+        if module.training and not self._said:
+            self._said = True
+            warnings.warn(
+                "advantage_probe: attention runs under torch.no_grad() in train mode, where no gradient can come back; "
+                "such forwards are left out.",
+                stacklevel=2,
+            )
 
     def compiled_plan(self, module: int, kind: Callable[[], Kind | None]) -> Plan | None:
         """Whether a call of a compiled graph is observed; whether it has gradients was asked when it was traced."""

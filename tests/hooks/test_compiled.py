@@ -1,7 +1,5 @@
 """torch.compile: watches opened before and after compiling, whole graphs included."""
 
-# ruff: noqa: PT012 - what a watch refuses is raised where the watch is read, inside its block
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

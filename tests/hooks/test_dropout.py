@@ -1,7 +1,5 @@
 """Attention dropout: w is the matrix that was really used, and D uses w and α each in its place."""
 
-# ruff: noqa: PT012 - what a watch refuses is raised where the watch is read, inside its block
-
 from __future__ import annotations
 
 import advantage_probe as ap

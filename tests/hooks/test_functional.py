@@ -1,7 +1,5 @@
 """Plain PyTorch: the function called by any name, nn.MultiheadAttention in all its paths, attention by hand."""
 
-# ruff: noqa: PT012 - what a watch refuses is raised where the watch is read, inside its block
-
 from __future__ import annotations
 
 import math

@@ -1,7 +1,5 @@
 """TransformerLens: a bridge shows the values, gradients and weights that the plain model shows."""
 
-# ruff: noqa: PT012 - what a watch refuses is raised where the watch is read, inside its block
-
 from __future__ import annotations
 
 import copy
