@@ -13,6 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ..hooks.forward import NON_TOKENS
+from ..hooks.site import Site
 from .edges import TopEdges
 from .state import Entry, Key, State
 from .statistics import COLUMNS, INDEX, Sums
@@ -21,6 +22,7 @@ from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
 if TYPE_CHECKING:
     from .watch import Step
 
+NO_SOFTMAX = "no softmax attention"
 IMPRECISE = 1e-5  # law_residual of a float32 kernel above which a head's status says so
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
 _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "position", "token_id", "sequence")
@@ -151,6 +153,35 @@ def history(steps: Sequence[Step]) -> pd.DataFrame:
             tables.append(pd.DataFrame(table, index=range(count)))
     names = ["step", "module", "use", "backward", "head", "label", "layer", "loss_weight", *COLUMNS, "status"]
     return _typed(_stacked(tables, names))
+
+
+def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
+    """One row per attention module that was seen, and per module that mixes tokens without a softmax."""
+    rows = [
+        {
+            "module": key.site.module,
+            "layer": None if key.site.layer < 0 else key.site.layer,
+            "stack": key.site.stack,
+            "kind": key.site.kind,
+            "uses": 1 + max(other.use for other in state.entries if other.site == key.site),
+            "heads": entry.heads,
+            "kv_heads": entry.heads // entry.group,
+            "status": "softmax attention",
+        }
+        for key, entry in _ordered(state, 0)
+        if key.use == 0
+    ]
+    known = {row["module"] for row in rows}
+    rows += [
+        {"module": site.module, "layer": None if site.layer < 0 else site.layer, "stack": site.stack, "status": NO_SOFTMAX}
+        for site in silent
+        if site.module not in known
+    ]
+    columns = ["module", "layer", "stack", "kind", "uses", "heads", "kv_heads", "status"]
+    table = pd.DataFrame(rows, columns=columns).sort_values(["stack", "layer", "module"], ignore_index=True)
+    for name in ("uses", "heads", "kv_heads"):
+        table[name] = pd.array(table[name], dtype="Int64")
+    return _typed(table)
 
 
 def updates(state: State) -> pd.DataFrame:

@@ -310,6 +310,10 @@ class Watch:
         """Responsibility-weighted update directions per head: mean of −m_j over keys, its norm, share of one axis."""
         return self._select(frames.updates(self._filled()))
 
+    def modules(self) -> pd.DataFrame:
+        """One row per attention module; layers that mix tokens otherwise are listed as "no softmax attention"."""
+        return frames.modules(self._filled(), self._attachment.silent)
+
     def history(self) -> pd.DataFrame:
         """One row per closed step, module, use and head."""
         self._filled()
