@@ -28,6 +28,7 @@ from .forward import Forward, Frame, frame, frames, takes_inputs
 from .packing import Packing
 from .refusals import UnsupportedKernel
 from .running import Running, enter, leave
+from .silent import silent
 from .site import Kind, Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked
 
@@ -129,6 +130,7 @@ class Attachment:
                 self._override(owner, name, make)
             attention_registry.acquire()
             self._guard()
+        self.silent = silent(model)
         transformer_lens.announce(model)
 
     def _guard(self) -> None:

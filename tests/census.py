@@ -290,15 +290,17 @@ def quiet() -> Any:
 def examine(name: str) -> Finding:
     """Build the family, hold both laws against its autograd, and say what came of it."""
     import advantage_probe as ap
+    from advantage_probe.hooks.silent import silent
 
     with quiet():
         model, given = build(name), batch(name)
+        mixers = tuple(site.module for site in silent(model))
         try:
             table = ap.verify(model, given)
         except ap.ProbeError as error:
-            return Finding(name, refusal=type(error).__name__, message=str(error))
+            return Finding(name, refusal=type(error).__name__, message=str(error), silent=mixers)
         calls = len(table.groupby(["module", "use"], observed=True))
         numbers = table[["query_residual", "key_residual", "value_residual"]]
         worst = float(numbers.max().max())
         fault = "" if (table["verdict"] == "ok").all() else f"verdicts: {sorted(set(table['verdict']))}"
-        return Finding(name, calls, worst, fault=fault)
+        return Finding(name, calls, worst, silent=mixers, fault=fault)

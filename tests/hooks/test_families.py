@@ -21,6 +21,7 @@ def test_every_family_gives_numbers_or_a_refusal(name: str) -> None:
     assert found.outcome == census.FAMILIES[name].expected, (found.fault, found.message)
     if found.outcome == "numbers":
         assert found.residual < 1e-5
+        assert len(found.silent) == census.FAMILIES[name].silent
     else:
         assert len(found.message) > 20
 
@@ -120,3 +121,19 @@ def test_dropout_of_a_family_by_hand_is_read_off_its_weights(name: str) -> None:
         assert call.weights is not None
         found = residuals(call)
         assert max(float(part.nan_to_num().max()) for part in (found.query, found.key, found.value)) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name, entry in census.FAMILIES.items() if entry.silent])
+def test_hybrids_list_the_layers_that_have_no_softmax_attention(name: str) -> None:
+    with census.quiet():
+        model, batch = census.build(name), census.batch(name)
+        with ap.watch(model) as watch:
+            model(**batch).loss.backward()
+    table = watch.modules()
+    without = table[table["status"] == "no softmax attention"]
+    assert len(without) == census.FAMILIES[name].silent
+    assert without["heads"].isna().all()
+    seen = table[table["status"] == "softmax attention"]
+    assert set(seen["module"]) == set(watch.heads()["module"])
+    assert seen["heads"].sum() == len(watch.heads())
+    assert (watch.heads()["status"] == "ok").all()
