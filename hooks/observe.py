@@ -152,6 +152,8 @@ def site_of(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSit
     sequences = plan.forward.sequences(
         query.shape[0], query.shape[2], key.shape[2], plan.site.kind == "cross", reading.added
     )
+    if plan.site.kind != "cross" and sequences.positions is not None and query.shape[2] == key.shape[2]:
+        plan.attachment.packing.look(plan.site, reading.structure, reading.mask, sequences)
     return CallSite(
         plan.site,
         plan.use,

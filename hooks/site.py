@@ -71,7 +71,7 @@ def describe(name: str, module: nn.Module, hint: Kind | None = None) -> Site:
         kind = "cross"
     elif hint is not None:
         kind = hint
-    elif stack == "decoder":
+    elif stack == "decoder" or getattr(module, "is_decoder", False) is True:
         kind = "decoder_self"
     elif stack in ("encoder", "vision", "audio"):
         kind = "encoder_self"

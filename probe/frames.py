@@ -173,7 +173,12 @@ def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
     ]
     known = {row["module"] for row in rows}
     rows += [
-        {"module": site.module, "layer": None if site.layer < 0 else site.layer, "stack": site.stack, "status": NO_SOFTMAX}
+        {
+            "module": site.module,
+            "layer": None if site.layer < 0 else site.layer,
+            "stack": site.stack,
+            "status": NO_SOFTMAX,
+        }
         for site in silent
         if site.module not in known
     ]

@@ -1,0 +1,455 @@
+"""The conditions under which people run models: precision, packing, freezing, adapters, threads, copies, many watches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import warnings
+from typing import Any
+
+import advantage_probe as ap
+import census
+import plain
+import pytest
+import torch
+import zoo
+from advantage_probe.hooks import attach, compiled, override
+from advantage_probe.hooks.packing import documents
+from advantage_probe.probe.law import law
+from advantage_probe.probe.verify import residuals
+from torch import nn
+from truth import recorded, relative
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(torch.equal(left, right) for left, right in zip(one, other))
+
+
+# -- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_read_in_float32_and_rows_of_the_score_gradient_sum_to_zero(name: str, dtype: torch.dtype) -> None:
+    model = zoo.llama() if name == "llama" else plain.gpt()
+    batch = zoo.batch("llama") if name == "llama" else {"idx": plain.ids()}
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            found = model(**batch)
+            return found if isinstance(found, torch.Tensor) else found.loss
+
+    loss().backward()
+    expected = gradients(model)
+    with recorded(model, inputs=True) as recorder:
+        loss().backward()
+    model.zero_grad(set_to_none=True)
+    assert len(recorder.calls) == 2
+    for call in recorder.calls:
+        terms = law(call)
+        assert terms.score_gradient.dtype == torch.float32
+        assert float(terms.score_gradient.sum(-1).abs().max()) < 1e-5 * float(terms.score_gradient.abs().max())
+        found = residuals(call)
+        assert max(float(part.max()) for part in (found.query, found.key, found.value)) < 2e-2
+    with ap.watch(model) as watch:
+        loss().backward()
+    assert equal(expected, gradients(model))
+    assert len(watch.heads()) == 8
+
+
+def test_a_loss_scaler_leaves_no_trace_in_the_numbers_and_skipped_steps_are_left_out() -> None:
+    tables = []
+    for scale in (1.0, 65536.0):
+        model = zoo.llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with ap.watch(model, scaler=scaler) as watch:
+            for _ in range(2):
+                scaler.scale(model(**zoo.batch("llama")).loss).backward()
+                scaler.step(optimizer)
+                watch.step()
+                scaler.update(scale)
+                optimizer.zero_grad()
+        tables.append(watch.heads())
+    for column in ("routing_pressure", "content_pressure", "advantage_std"):
+        assert tables[0][column].tolist() == pytest.approx(tables[1][column].tolist(), rel=1e-3)
+
+
+def test_an_overflow_in_one_head_flags_that_head_and_poisons_nothing_else() -> None:
+    class Overflowing(plain.Attention):
+        factor = 1.0
+
+        def forward(self, x):
+            q, k, v = (part.view(2, 9, 4, 8).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+            size = torch.ones(4)
+            size[1] = Overflowing.factor
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v * size[:, None, None], is_causal=True)
+            return self.c_proj(y.transpose(1, 2).reshape(2, 9, 32))
+
+    torch.manual_seed(0)
+    model = plain.louder(plain.GPT([plain.Block(Overflowing())]))
+    with ap.watch(model) as watch:
+        for Overflowing.factor in (1.0, float("inf"), 1.0):
+            loss = model(plain.ids())
+            # the other heads keep a finite gradient although the loss is not
+            loss = loss if torch.isfinite(loss) else torch.nan_to_num(loss)
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            watch.step()
+    table = watch.heads()
+    assert table["status"].tolist()[1].startswith("non-finite")
+    clean = watch.heads(step=0)
+    again = watch.heads(step=2)
+    assert again["routing_pressure"].tolist() == clean["routing_pressure"].tolist()
+    assert table["routing_pressure"].notna().all()
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------
+
+
+def packed() -> dict[str, torch.Tensor]:
+    return {"input_ids": plain.ids(1, 7), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2]])}
+
+
+def test_packed_documents_keep_apart_and_rows_equal_those_of_the_document_alone() -> None:
+    model, batch = zoo.llama(), packed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with recorded(model) as together:
+            model(**batch, use_cache=False).logits[:, 4:].square().sum().backward()
+    with recorded(model) as alone:
+        model(input_ids=batch["input_ids"][:, 4:], use_cache=False).logits.square().sum().backward()
+    for one, other in zip(together.calls, alone.calls):
+        terms = law(one)
+        assert float(terms.attention[0, :, 4:, :4].abs().max()) == 0
+        assert not bool(terms.visible[0, :, 4:, :4].any())
+        assert relative(terms.attention[:, :, 4:, 4:], law(other).attention) < 1e-5
+        assert relative(terms.score_gradient[:, :, 4:, 4:], law(other).score_gradient) < 1e-4
+
+
+def test_attention_that_crosses_packed_documents_is_reported_as_it_is_and_said_once() -> None:
+    model, batch = zoo.llama(), packed()
+    batch["attention_mask"] = torch.ones(1, 7, dtype=torch.long)
+    with pytest.warns(UserWarning, match="crosses from one document into another") as said, recorded(model) as recorder:
+        for _ in range(2):
+            model(**batch, use_cache=False).logits.square().sum().backward()
+    assert len([entry for entry in said if "crosses" in str(entry.message)]) == 1
+    assert float(law(recorder.calls[0]).attention[0, :, 4:, :4].max()) > 0.01
+
+
+def test_documents_are_counted_where_positions_start_again_and_padding_says_nothing() -> None:
+    assert documents(torch.tensor([[0, 1, 2, 3]])) is None
+    assert documents(torch.tensor([[0, 1, 0, 1, 0]])).tolist() == [[0, 0, 1, 1, 2]]
+    assert documents(torch.tensor([[1, 1, 0, 1]]), torch.tensor([[False, False, True, True]])) is None
+
+
+# -- frozen, adapters, prepared ----------------------------------------------------------------------------------------
+
+
+def test_no_gradient_is_not_zero_gradient() -> None:
+    model = zoo.llama().requires_grad_(False)
+    model.model.layers[1].mlp.down_proj.requires_grad_(True)
+    with pytest.warns(UserWarning, match="no gradient path"), ap.watch(model) as watch:
+        model(**zoo.batch("llama")).loss.backward()
+    table = watch.heads()
+    assert table["routing_pressure"].isna().all()
+    assert set(table["status"]) == {"no gradient path"}
+    with ap.watch(model, reach_all=True) as watch:
+        model(**zoo.batch("llama")).loss.backward()
+    assert (watch.heads()["status"] == "ok").all()
+
+
+def test_an_entirely_frozen_model_gives_the_numbers_of_the_trainable_one() -> None:
+    model = zoo.llama()
+    with ap.watch(model) as watch:
+        model(**zoo.batch("llama")).loss.backward()
+    expected = watch.heads()
+    model.zero_grad(set_to_none=True)
+    model.requires_grad_(False)
+    with ap.watch(model) as watch:
+        model(**zoo.batch("llama")).loss.backward()
+    assert watch.heads()["routing_pressure"].tolist() == pytest.approx(expected["routing_pressure"].tolist(), rel=1e-6)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    embeds = model.get_input_embeddings()(zoo.batch("llama")["input_ids"]).detach().requires_grad_()
+    with ap.watch(model) as watch:
+        model(inputs_embeds=embeds, labels=zoo.batch("llama")["labels"]).loss.backward()
+    assert watch.heads()["routing_pressure"].tolist() == pytest.approx(expected["routing_pressure"].tolist(), rel=1e-6)
+    assert embeds.grad is not None
+
+
+def test_u_exists_where_only_a_query_projection_is_trainable() -> None:
+    full = zoo.llama()
+    with recorded(full) as recorder:
+        full(**zoo.batch("llama")).loss.backward()
+    model = zoo.llama().requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.requires_grad_(True)
+    with recorded(model) as seen:
+        model(**zoo.batch("llama")).loss.backward()
+    assert len(seen.calls) == 2
+    for one, other in zip(recorder.calls, seen.calls):
+        assert relative(other.upstream, one.upstream) < 1e-6
+        assert relative(law(other).value_gradient, law(one).value_gradient) < 1e-6
+
+
+def test_lora_and_prefix_tuning_are_read_and_prefix_keys_are_no_tokens() -> None:
+    peft = pytest.importorskip("peft")
+    for config in (
+        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False),
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ):
+        torch.manual_seed(0)
+        with census.quiet():
+            model = peft.get_peft_model(zoo.llama(), config).eval()
+            batch = zoo.batch("llama")
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            model(**batch).loss.backward()
+            expected = gradients(model)
+            with recorded(model, inputs=True) as recorder:
+                model(**batch).loss.backward()
+            model.zero_grad(set_to_none=True)
+            with ap.watch(model, detail="tokens") as watch:
+                model(**batch).loss.backward()
+        assert equal(expected, gradients(model))
+        assert not recorder.errors
+        assert (watch.heads()["status"] == "ok").all()
+        for call in recorder.calls:
+            found = residuals(call)
+            assert max(float(part.nan_to_num().max()) for part in (found.query, found.key, found.value)) < 1e-5
+        if isinstance(config, peft.PrefixTuningConfig):
+            assert {call.key.shape[2] for call in recorder.calls} == {12}
+            rows = watch.tokens()
+            keys = rows[(rows["side"] == "key") & (rows["head"] == 0) & (rows["sequence"] == 0) & (rows["layer"] == 0)]
+            assert keys["token"].tolist()[:3] == ["<prefix>"] * 3
+            assert keys["token_id"].tolist()[3:] == batch["input_ids"][0].tolist()
+
+
+def test_a_model_prepared_by_accelerate_is_read() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = zoo.llama()
+    with ap.watch(model) as watch:
+        model(**zoo.batch("llama")).loss.backward()
+    expected = watch.heads()
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    with ap.watch(prepared) as watch:
+        accelerator.backward(prepared(**zoo.batch("llama")).loss)
+    assert watch.heads()["routing_pressure"].tolist() == expected["routing_pressure"].tolist()
+
+
+def test_dynamically_dequantised_weights_are_read() -> None:
+    class Quantised(nn.Module):
+        """Integer weights, dequantised in a differentiable forward."""
+
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+            self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+            self.register_buffer("scale", scale)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight.float() * self.scale)
+
+    model = zoo.llama()
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Quantised(getattr(layer.self_attn, name)))
+    assert (ap.verify(model, zoo.batch("llama"))["verdict"] == "ok").all()
+
+
+def test_sub_models_may_run_different_kernels() -> None:
+    with census.quiet():
+        model = census.build("LLaVA")
+        model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+        with recorded(model) as recorder:
+            model(**census.batch("LLaVA")).loss.backward()
+    kernels = {(call.call.site.stack, call.call.implementation) for call in recorder.calls}
+    assert kernels == {("vision", "sdpa"), ("", "eager")}
+
+
+def test_a_decoder_with_added_cross_attention_shows_both_kinds() -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = BertConfig(**sizes, num_attention_heads=4, is_decoder=True, add_cross_attention=True)
+    model = BertLMHeadModel(config).eval()
+    encoded = torch.randn(2, 9, 32)
+    with recorded(model) as recorder:
+        model(input_ids=plain.ids(2, 5), encoder_hidden_states=encoded).logits.square().sum().backward()
+    shapes = {call.call.site.kind: tuple(law(call).attention.shape) for call in recorder.calls}
+    assert shapes == {"decoder_self": (2, 4, 5, 5), "cross": (2, 4, 5, 9)}
+    cross = next(call for call in recorder.calls if call.call.site.kind == "cross")
+    assert torch.allclose(law(cross).attention.sum(-1), torch.ones(2, 4, 5), atol=1e-6)
+    assert bool(law(cross).visible.all())
+
+
+# -- no gradients, threads, copies -------------------------------------------------------------------------------------
+
+
+def live() -> int:
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sum(1 for entry in gc.get_objects() if isinstance(entry, torch.Tensor))
+
+
+def test_forwards_without_gradients_leave_nothing_behind_and_are_said_once() -> None:
+    model = zoo.llama().train()
+    with pytest.warns(UserWarning, match="no_grad") as said, ap.watch(model) as watch:
+        counts = []
+        for _ in range(60):
+            with torch.no_grad():
+                model(**zoo.batch("llama"))
+            counts.append(live() if len(counts) % 20 == 0 else 0)
+        model(**zoo.batch("llama")).loss.backward()
+    assert counts[20] == counts[40]
+    assert len([entry for entry in said if "no_grad" in str(entry.message)]) == 1
+    assert watch.heads()["queries"].max() == 18
+
+
+def test_evaluation_without_gradients_inside_a_watch_says_nothing() -> None:
+    model = zoo.llama()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ap.watch(model) as watch:
+            with torch.no_grad():
+                model(**zoo.batch("llama"))
+            model(**zoo.batch("llama")).loss.backward()
+    assert watch.heads()["queries"].max() == 18
+
+
+@pytest.mark.parametrize("kind", ["registry", "functional"])
+def test_threads_do_not_see_each_other(kind: str) -> None:
+    def work(heads: int, out: dict[int, Any]) -> None:
+        torch.manual_seed(heads)
+        model = models[heads]
+        with ap.watch(model) as watch:
+            for step in range(8):
+                batch = zoo.batch("llama", seed=step)
+                if kind == "functional":
+                    model(batch["input_ids"]).backward()
+                else:
+                    model(**batch).loss.backward()
+        out[heads] = watch.heads()
+
+    if kind == "registry":
+        models = {heads: zoo.llama(num_attention_heads=heads, num_key_value_heads=2) for heads in (2, 4)}
+    else:
+        models = {heads: plain.gpt("name", layers=heads) for heads in (1, 2)}
+    alone: dict[int, Any] = {}
+    together: dict[int, Any] = {}
+    for heads in models:
+        work(heads, alone)
+    threads = [threading.Thread(target=work, args=(heads, together)) for heads in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for heads in models:
+        assert together[heads].equals(alone[heads])
+
+
+def test_a_backward_on_another_thread_arrives() -> None:
+    model = plain.gpt()
+    with ap.watch(model) as watch:
+        loss = model(plain.ids())
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert watch.heads()["queries"].max() == 18
+
+
+@pytest.mark.parametrize("build", [plain.gpt, zoo.llama])
+def test_copies_saves_and_averages_of_a_watched_model_work_and_record_nothing(build: Any) -> None:
+    model = build()
+    batch = plain.ids()
+
+    def run(which: nn.Module) -> None:
+        found = which(batch) if build is plain.gpt else which(input_ids=batch, labels=batch).loss
+        found.backward()
+
+    with ap.watch(model) as watch:
+        run(model)
+        rows = watch.heads()["queries"].tolist()
+        twin = copy.deepcopy(model)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        for other in (twin, average.module, loaded, pickle.loads(pickle.dumps(model))):
+            run(other)
+        assert watch.heads()["queries"].tolist() == rows
+        keys = list(model.state_dict())
+    assert keys == list(model.state_dict()) == list(twin.state_dict())
+
+
+def test_hooks_of_other_people_stay_and_see_what_they_saw() -> None:
+    model = plain.gpt()
+    seen: list[str] = []
+    model.h[0].attn.register_forward_hook(lambda module, args, out: seen.append("forward"))
+    model.h[0].attn.register_full_backward_hook(lambda module, into, out: seen.append("backward"))
+    with ap.watch(model):
+        model(plain.ids()).backward()
+    assert seen == ["forward", "backward"]
+    assert len(model.h[0].attn._forward_hooks) == 1
+
+
+# -- many watches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [plain.gpt, zoo.llama])
+def test_a_thousand_watches_leave_nothing_behind(build: Any) -> None:
+    model = build()
+    ap.watch(model).close()
+    before, objects = live(), len(gc.get_objects())
+    for _ in range(1000):
+        ap.watch(model).close()
+    assert live() == before
+    assert len(gc.get_objects()) < objects + 200
+    assert not override._active
+    assert not attach._by_module
+    assert not attach._attachments
+    assert not compiled.watched
+    assert all(not module._forward_hooks and not module._backward_hooks for module in model.modules())
+
+
+def test_accumulated_micro_batches_equal_one_batch_after_their_weight_is_taken_out() -> None:
+    model = zoo.llama()
+    batch = zoo.batch("llama", rows=4)
+    tables = []
+    for parts in (1, 2):
+        with ap.watch(model) as watch:
+            for chunk in batch["input_ids"].chunk(parts):
+                (model(input_ids=chunk, labels=chunk).loss / parts).backward()
+            watch.step(loss_weight=1 / (4 * 8))
+        tables.append(watch.heads())
+        model.zero_grad()
+    for column in ("attention_entropy", "routing_pressure", "content_pressure", "alignment", "update_cosine"):
+        assert tables[0][column].tolist() == pytest.approx(tables[1][column].tolist(), rel=1e-4), column
+
+
+def test_layers_on_two_devices_or_dtypes_meet_nowhere() -> None:
+    class Elsewhere(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(x.double()).float()
+
+    model = plain.gpt()
+    model.h[1] = Elsewhere(model.h[1])
+    with ap.watch(model) as watch:
+        model(plain.ids()).backward()
+    assert (watch.heads()["status"] == "ok").all()
+    assert set(watch.heads()["module"]) == {"h.0.attn", "h.1.block.attn"}
