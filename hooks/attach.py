@@ -13,8 +13,6 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,18 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import attention_registry, compiled, families, functional, override, transformer_lens
+from . import attention_registry, compiled, families, following, functional, override, transformer_lens
 from .call import AttentionCall, CallSite, Needs, Receiver
-from .forward import Forward, Frame, frame, frames, takes_inputs
+from .forward import Forward, Frame, takes_inputs
 from .packing import Packing
+from .recomputation import Decision, Recomputations
 from .refusals import UnsupportedKernel
-from .running import Running, enter, leave
+from .running import Running
 from .silent import silent
 from .site import Kind, Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked
 
-_REMEMBERED = 256  # checkpointed calls per module that may await their recomputation
-
+SHARDED = (
+    "Query shards of one sequence (context parallelism) see only a part of its attention and cannot be added up; "
+    "watch a run that keeps whole sequences on a device."
+)
 _lock = threading.RLock()
 _by_module: dict[int, tuple[Attachment, ...]] = {}
 _attachments: list[Attachment] = []
@@ -59,34 +60,6 @@ class Plan:
     call: CallSite | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Awaited:
-    """A checkpointed call that may be recomputed, and what was decided about it.
-
-    `decision`: None when it was left alone. `delivery`: the tap that waits for its gradient, None inside reentrant
-    checkpoints, where the tap is made by the recomputation.
-    """
-
-    module: nn.Module
-    fingerprint: Tensor
-    shape: torch.Size
-    decision: tuple[CallSite, Needs, bool] | None
-    delivery: weakref.ref[Delivery] | None = None
-
-    @property
-    def alive(self) -> bool:
-        if self.delivery is None:
-            return True
-        delivery = self.delivery()
-        return delivery is not None and delivery.pending
-
-
-def _fingerprint(query: Tensor) -> Tensor:
-    """(B, D): enough of a query (B,H,Q,D) to recognise its bit-equal recomputation."""
-    with torch.no_grad():
-        return query.detach()[:, 0].sum(dim=1)
-
-
 class Attachment:
     """One receiver attached to one model, from `__init__` to `close`.
 
@@ -106,23 +79,18 @@ class Attachment:
         self._forwards = 0
         self.packing = Packing()
         self._local = threading.local()
-        self._awaited: dict[int, deque[_Awaited]] = {}
+        self._recomputations = Recomputations(self.passed)
         self._modules = {id(module): (_plain(name), module) for name, module in transformer_lens.names(model)}
         self._sites: dict[int, dict[Kind | None, Site]] = {}
         self._followed = {id(module) for module in model.modules() if takes_inputs(module)}
         self._followed |= {id(model), id(model._modules.get("_orig_mod"))}
-        called = [module for module in model.modules() if module is model or _may_attend(module)]
         self._overrides: list[tuple[Any, str]] = []
         with _lock:
             _attachments.append(self)
             for module in self._modules:
                 _by_module[module] = (*_by_module.get(module, ()), self)
-            dynamo = sys.modules.get("torch._dynamo.eval_frame")
-            wrapper = dynamo.OptimizedModule if dynamo is not None else None
-            for kind in dict.fromkeys([wrapper, *(type(module) for module in called)]):
-                if kind is not None:
-                    self._override(kind, "__call__", _wrapping if kind is wrapper else _following)
             for owner, name, make in (
+                *following.overrides(model),
                 *functional.overrides(model),
                 *families.overrides(model),
                 *transformer_lens.overrides(model),
@@ -161,7 +129,7 @@ class Attachment:
         with _lock:
             if self._settled or self.open:
                 return
-            if any(entry.delivery is not None and entry.alive for queue in self._awaited.values() for entry in queue):
+            if self._recomputations.pending():
                 return
             self._settled = True
             _attachments.remove(self)
@@ -169,7 +137,7 @@ class Attachment:
             for owner, name in reversed(self._overrides):
                 override.release(owner, name)
             attention_registry.release()
-            self._awaited.clear()
+            self._recomputations.clear()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -221,7 +189,7 @@ class Attachment:
         """Whether this call is observed, and how; None leaves it alone."""
         if not self.open:
             if saving_is_hooked():
-                self._remember(module, query, None)
+                self._recomputations.remember(module, query, None)
             return None
         forward = self._current(module)
         use = forward.use(module)
@@ -233,7 +201,7 @@ class Attachment:
         needs = self.receiver.wants(site)
         if needs is None:
             if deferred or saving_is_hooked():
-                self._remember(module, query, None)
+                self._recomputations.remember(module, query, None)
             return None
         anchor = torch.zeros((), requires_grad=True) if forward.reach or needs.inputs else None
         return Plan(self, module, site, needs, forward, use, anchor, saving_is_hooked(), deferred)
@@ -259,58 +227,17 @@ class Attachment:
 
     def repeat(self, module: nn.Module | None, query: Tensor) -> Plan | None:
         """The decision of the original forward, for the same call recomputed (by `module`, where that is known)."""
-        queue = self._awaited.get(id(module), ())
-        candidates = [entry for entry in queue if entry.alive and entry.shape == query.shape]
-        others = [
-            entry
-            for key, entries in self._awaited.items()
-            if key != id(module)
-            for entry in entries
-            if entry.alive and entry.shape == query.shape
-        ]
-        if not candidates and not others:
+        entry = self._recomputations.match(module, query)
+        if entry is None or entry.decision is None:
             return None
-        fingerprint = _fingerprint(query)
-        equal = [entry for entry in candidates if torch.equal(entry.fingerprint, fingerprint)]
-        # a checkpointed function may run without its module; then its query alone says which call it was
-        equal = equal or [entry for entry in others if torch.equal(entry.fingerprint, fingerprint)]
-        # a recomputation that is not bit-equal (dropout without preserved random state) belongs to the latest forward
-        if not equal and not candidates:
-            return None
-        entry = (equal or candidates)[-1]
-        if entry.delivery is None:
-            self._awaited[id(entry.module)].remove(entry)
-        if entry.decision is None:
-            return None
-        call, needs, reach = entry.decision
-        anchor = torch.zeros((), requires_grad=True) if reach else None
-        return Plan(self, entry.module, call.site, needs, None, call.use, anchor, call=call)
+        call, anchored = entry.decision.call, entry.decision.anchored
+        anchor = torch.zeros((), requires_grad=True) if anchored else None
+        return Plan(self, entry.module, call.site, entry.decision.needs, None, call.use, anchor, call=call)
 
     def await_recomputation(self, plan: Plan, query: Tensor, call: CallSite, delivery: Delivery | None) -> None:
         """Note that a checkpointed call is observed, so that its recomputation will be as well."""
-        reference = None
-        if delivery is not None:
-            owner = weakref.ref(self)
-
-            def freed(_: Any) -> None:
-                attachment = owner()
-                if attachment is not None:
-                    attachment.passed()
-
-            reference = weakref.ref(delivery, freed)
-        self._remember(plan.module, query, (call, plan.needs, plan.anchor is not None), reference)
-
-    def _remember(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        decision: tuple[CallSite, Needs, bool] | None,
-        delivery: weakref.ref[Delivery] | None = None,
-    ) -> None:
-        queue = self._awaited.setdefault(id(module), deque(maxlen=_REMEMBERED))
-        while queue and not queue[0].alive:
-            queue.popleft()
-        queue.append(_Awaited(module, _fingerprint(query), query.shape, decision, delivery))
+        decision = Decision(call, plan.needs, plan.anchor is not None)
+        self._recomputations.remember(plan.module, query, decision, delivery)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -343,64 +270,6 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_original_component"))
 
 
-def _may_attend(module: nn.Module) -> bool:
-    """False for the layers of torch itself that compute no attention: they need not be followed."""
-    kind = type(module)
-    return not kind.__module__.startswith(("torch.nn.", "torch.jit")) or isinstance(module, nn.MultiheadAttention)
-
-
-def _following(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `__call__` for a class, which notes the calls of watched instances and leaves all others alone."""
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return compiled.follow(original, self, args, kwargs)
-        attachments = _by_module.get(id(self))
-        if attachments is None:
-            return original(self, *args, **kwargs)
-        return _followed(attachments, self, original, self, args, kwargs)
-
-    return __call__
-
-
-def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The `__call__` of compiled modules: it stands for the module that was compiled, whose own is inside the graph."""
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inner = self._modules.get("_orig_mod")
-        attachments = _by_module.get(id(inner))
-        if inner is None or attachments is None or torch.compiler.is_compiling():
-            return original(self, *args, **kwargs)
-        return _followed(attachments, inner, original, self, args, kwargs)
-
-    return __call__
-
-
-def _followed(
-    attachments: tuple[Attachment, ...],
-    module: nn.Module,
-    original: Callable[..., Any],
-    called: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    enter(module, args, kwargs)
-    started: list[Attachment] = []
-    following = [] if recomputing() else [attachment for attachment in attachments if attachment.follows(module)]
-    if following:
-        entry = frame(module, args, kwargs)
-        frames.stack.append(entry)
-        started = [attachment for attachment in following if attachment.start(entry)]
-    try:
-        return original(called, *args, **kwargs)
-    finally:
-        if following:
-            frames.stack.pop()
-        leave()
-        for attachment in started:
-            attachment.finish()
-
-
 def _unnamed() -> None:
     return None
 
@@ -414,15 +283,25 @@ def plans(module: nn.Module | None, query: Tensor, kind: Callable[[], Kind | Non
     attachments = _by_module.get(id(module))
     if not attachments or module is None:
         return []
+    trouble = _trouble(query)
+    if trouble is not None:
+        for attachment in attachments:
+            attachment.receiver.refuse(UnsupportedKernel(trouble))
+        return []
+    return [plan for attachment in attachments if (plan := attachment.plan(module, query, kind)) is not None]
+
+
+def _trouble(query: Tensor) -> str | None:
+    """Why no call can be observed where the model runs now."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        error = UnsupportedKernel(
+        return (
             "The model runs inside a torch.func transform (vmap, grad, jvp), where gradients cannot be observed; "
             "use loss.backward() for watched steps."
         )
-        for attachment in attachments:
-            attachment.receiver.refuse(error)
-        return []
-    return [plan for attachment in attachments if (plan := attachment.plan(module, query, kind)) is not None]
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(query, distributed.DTensor):
+        return SHARDED
+    return None
 
 
 def attached(module: int) -> tuple[Attachment, ...]:

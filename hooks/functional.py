@@ -30,6 +30,7 @@ Override = tuple[Any, str, Callable[[Any], Any]]
 
 _ATTENTION = "scaled_dot_product_attention"
 _FLEX = "flex_attention"
+_NESTED = "Nested tensors have rows of different length, which cannot be read; pad the batch instead."
 _COMPILED = (
     "nn.MultiheadAttention with need_weights=True writes its softmax out and cannot be read inside a compiled model; pass "
     "need_weights=False, or run watched steps under torch.compiler.set_stance('force_eager')."
@@ -77,7 +78,7 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    from .attach import plans
+    from .attach import SHARDED, plans, refuse
 
     def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
@@ -86,8 +87,9 @@ def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(query, key, value, *args, **kwargs)
         running, stacks.read = stacks.innermost(), stacks.read + 1
         given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs}
-        if query.is_nested:
-            return _nested(original, running, query, key, value, *args, **kwargs)
+        if query.is_nested or _ringed(original):
+            refuse(running, UnsupportedKernel(_NESTED if query.is_nested else SHARDED))
+            return original(query, key, value, *args, **kwargs)
         q, k, v = _four_axes(query, key, value, bool(given.get("enable_gqa")))
         added = _added(running)
         observers = plans(
@@ -227,14 +229,10 @@ def _batch() -> int | None:
     return inputs[0].shape[0] if inputs and inputs[0].dim() > 1 else None
 
 
-def _nested(original: Callable[..., Tensor], running: Running | None, *args: Any, **kwargs: Any) -> Tensor:
-    from .attach import refuse
-
-    refuse(
-        running,
-        UnsupportedKernel("Nested tensors have rows of different length, which cannot be read; pad the batch instead."),
-    )
-    return original(*args, **kwargs)
+def _ringed(function: Any) -> bool:
+    """True for the function that context parallelism puts in place: it sends keys around a ring of devices."""
+    ring = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    return ring is not None and function in getattr(ring, "_replaced_functions", ())
 
 
 def _flexing(original: Callable[..., Any]) -> Callable[..., Any]:
