@@ -34,8 +34,18 @@ def by_hand(kind: type[nn.Module]) -> bool:
 
 
 def _writes_softmax(kind: type[nn.Module]) -> bool:
-    if not kind.__module__.startswith("transformers.models.") or "Attention" not in kind.__name__:
-        return False
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    ours = owner.__module__.startswith(("transformers.models.", "transformers_modules."))
+    return (
+        ours
+        and "Attention" in owner.__name__
+        and "ALL_ATTENTION_FUNCTIONS" not in names_in(owner)
+        and has_softmax(owner)
+    )
+
+
+def names_in(kind: type[nn.Module]) -> set[str]:
+    """Every name that the code of a class's own methods uses."""
     names: set[str] = set()
     for member in vars(kind).values():
         while hasattr(member, "__wrapped__"):
@@ -43,7 +53,12 @@ def _writes_softmax(kind: type[nn.Module]) -> bool:
         code = getattr(member, "__code__", None)
         if code is not None:
             names |= set(code.co_names)
-    return bool(names & {"softmax", "Softmax", "XSoftmax", "logsumexp"}) and "ALL_ATTENTION_FUNCTIONS" not in names
+    return names
+
+
+def has_softmax(kind: type[nn.Module]) -> bool:
+    """True for classes whose own methods write a softmax out."""
+    return bool(names_in(kind) & {"softmax", "Softmax", "XSoftmax", "logsumexp"})
 
 
 def overrides(model: nn.Module) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

@@ -6,7 +6,9 @@ copies, pickles and saved models carry nothing of ours, and unwatched instances 
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,16 @@ import torch
 from torch import nn
 
 from . import compiled
+from .families import has_softmax
 from .forward import frame, frames
-from .running import enter, leave
+from .running import enter, leave, stacks
 from .tap import recomputing
 
 if TYPE_CHECKING:
     from .attach import Attachment
+
+
+_unseen: dict[Any, bool] = {}
 
 
 def overrides(model: nn.Module) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
@@ -37,6 +43,24 @@ def _may_attend(module: nn.Module) -> bool:
     """False for the layers of torch itself that compute no attention: they need not be followed."""
     kind = type(module)
     return not kind.__module__.startswith(("torch.nn.", "torch.jit")) or isinstance(module, nn.MultiheadAttention)
+
+
+def looks_unseen(kind: type[nn.Module]) -> bool:
+    """True for classes that call themselves attention and write a softmax out, so that a call may have gone unseen."""
+    if kind not in _unseen:
+        named = re.search("attention|attn", kind.__name__, re.IGNORECASE) is not None
+        library = kind.__module__.split(".")[0] in ("torch", "transformers", "transformers_modules", "transformer_lens")
+        _unseen[kind] = named and not library and has_softmax(kind)
+    return _unseen[kind]
+
+
+def _say(kind: type[nn.Module]) -> None:
+    _unseen[kind] = False  # once
+    warnings.warn(
+        f"advantage_probe: {kind.__name__} ran and writes its own softmax, but no attention call was seen in it; if it "
+        "computes attention, let it be seen with y = advantage_probe.expose(self, q, k, v, y, …).",
+        stacklevel=5,
+    )
 
 
 def _following(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +101,7 @@ def _followed(
     kwargs: dict[str, Any],
 ) -> Any:
     enter(module, args, kwargs)
+    read = stacks.read
     started: list[Attachment] = []
     following = [] if recomputing() else [attachment for attachment in attachments if attachment.follows(module)]
     if following:
@@ -84,7 +109,10 @@ def _followed(
         frames.stack.append(entry)
         started = [attachment for attachment in following if attachment.start(entry)]
     try:
-        return original(called, *args, **kwargs)
+        result = original(called, *args, **kwargs)
+        if stacks.read == read and torch.is_grad_enabled() and looks_unseen(type(module)):
+            _say(type(module))
+        return result
     finally:
         if following:
             frames.stack.pop()

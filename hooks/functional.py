@@ -329,6 +329,7 @@ class _Products:
         from .attach import plans
 
         self._scored = True
+        stacks.read += 1
         heads, added = self._heads, _added(self._running)
         q, k = query.unflatten(0, (-1, heads)), key.transpose(1, 2).unflatten(0, (-1, heads))
         if mask is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import compiled
 from .observe import Reading, observe
 from .refusals import BadRequest
+from .running import stacks
 from .visibility import Structure
 
 
@@ -75,6 +76,7 @@ def expose(
         if name not in compiled.watched or not torch.is_grad_enabled():
             return output
         return compiled.behind(name, output.transpose(1, 2), query, key, value, read(), weights).transpose(1, 2)
+    stacks.read += 1
     observers = plans(module, query)
     if not observers:
         return output

@@ -149,3 +149,18 @@ def test_a_checkpoint_inside_a_compiled_graph_is_counted_once() -> None:
     assert equal(unwatched, watched)
     same(seen.heads(), watch.heads())
     assert (seen.heads()["use"] == 0).all()
+
+
+def test_opening_and_closing_many_times_finds_the_compiled_graphs_again() -> None:
+    model = plain.gpt(layers=1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    counters = torch._dynamo.utils.counters["stats"]
+    step(compiled, model, {"idx": plain.ids()})
+    counts = []
+    for _ in range(10):
+        with ap.watch(model) as watch:
+            step(compiled, model, {"idx": plain.ids()})
+        assert len(watch.heads()) == 4
+        step(compiled, model, {"idx": plain.ids()})
+        counts.append(counters["unique_graphs"])
+    assert counts[-1] == counts[1]

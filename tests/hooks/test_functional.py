@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 
 import advantage_probe as ap
 import plain
@@ -461,3 +462,53 @@ def test_functional_transforms_are_refused_by_name() -> None:
     with pytest.raises(ap.UnsupportedKernel, match=r"torch\.func"), ap.watch(model):
         torch.func.grad(lambda given: torch.func.functional_call(model, given, (plain.ids(),)))(weights)
     assert clean()
+
+
+def test_attention_that_goes_unseen_beside_other_attention_is_said() -> None:
+    class HandAttention(plain.Hand):
+        def forward(self, x):
+            q, k, v = self.qkv(x).view(2, 9, 3, 4, 8).permute(2, 0, 3, 1, 4)
+            y = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(8), -1) @ v
+            if self.exposed:
+                y = ap.expose(self, q, k, v, y)
+            return self.out(y.transpose(1, 2).reshape(2, 9, 32))
+
+    torch.manual_seed(0)
+    model = plain.GPT([plain.Block(plain.Attention()), plain.Block(HandAttention(exposed=True))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ap.watch(model) as watch:
+            model(plain.ids()).backward()
+    assert len(watch.heads()) == 8
+    model.h[1].attn.exposed = False
+    with pytest.warns(UserWarning, match="HandAttention ran and writes its own softmax"), ap.watch(model) as watch:
+        model(plain.ids()).backward()
+    assert len(watch.heads()) == 4
+
+
+def test_a_class_and_its_heir_are_followed_once_each() -> None:
+    class Heir(plain.Attention):
+        pass
+
+    torch.manual_seed(0)
+    model = plain.GPT([plain.Block(plain.Attention()), plain.Block(Heir())])
+    with ap.watch(model) as watch:
+        assert plain.Attention.__call__ is Heir.__call__
+        model(plain.ids()).backward()
+    assert len(watch.heads()) == 8
+    assert "__call__" not in vars(Heir)
+    assert "__call__" not in vars(plain.Attention)
+
+
+def test_a_family_that_is_extended_in_a_file_of_ones_own_is_still_read() -> None:
+    import census
+    from transformers.models.bloom.modeling_bloom import BloomAttention
+
+    class Mine(BloomAttention):
+        pass
+
+    with census.quiet():
+        model, batch = census.build("BLOOM"), census.batch("BLOOM")
+        for block in model.transformer.h:
+            block.self_attention.__class__ = Mine
+        assert (ap.verify(model, batch)["verdict"] == "ok").all()
