@@ -37,7 +37,7 @@ SHOWN: dict[str, tuple[str, bool, str]] = {
 
 
 def sentences(run: Run) -> list[str]:
-    """What was measured, whether it can be believed, and where the pressure is."""
+    """What was measured, whether it can be believed, and how the pictures may be read."""
     record, heads = run.record, run.heads
     ok = heads[heads["status"].astype(str) == "ok"]
     worst = heads["law_residual"].max()
@@ -47,14 +47,10 @@ def sentences(run: Run) -> list[str]:
         f"Can it be believed: the weights recomputed here reproduce every head's own output along its gradient to "
         f"{worst:.0e}; {len(ok)} of {len(heads)} heads are without remark.",
     ]
-    if len(ok) > 1 and record.get("windows", 0) >= 2:
-        share = (
-            ok.assign(part=ok["score_slope"] / ok["score_slope"].sum()).groupby("layer", observed=True)["part"].sum()
-        )
-        lines.append(
-            f"Where: layer {share.idxmax()} carries {share.max():.0%} of the first-order slope of the scores "
-            f"(an even share would be {1 / len(share):.0%})."
-        )
+    lines.append(
+        "The map shows point estimates; the table gives pointwise 95 % intervals over windows, which say nothing about "
+        "which of many heads is the largest."
+    )
     return lines
 
 

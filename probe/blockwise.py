@@ -57,11 +57,11 @@ def block_sizes(batch: int, heads: int, queries: int, keys: int, entries: int) -
     """
     if entries < 1:
         raise BadRequest(f"The block size must be at least 1 entry, not {entries}.")
-    r = min(queries, max(16, min(128, entries // max(1, keys))))
+    # up to 128 rows, but at least four blocks of them where queries are few: blocks skip the keys that no row can see
+    r = min(queries, max(16, min(128, entries // max(1, keys), -(-queries // 4))))
     h = max(1, min(heads, entries // max(1, r * keys)))
     if h < heads:
         return 1, h, r
-    r = min(queries, max(r, entries // max(1, heads * keys)))
     return max(1, min(batch, entries // max(1, r * keys * heads))), h, r
 
 
@@ -111,8 +111,9 @@ class _Pass:
             call.output.dtype in (torch.float32, torch.float64) and call.weights is None and call.sinks is None
         )
         self.aligned = torch.zeros(*shape, self.queries, dtype=torch.bool, device=device)
+        self.all_live = bool(self.usable.all())
         # per key: m_j, Σ_i w_ij ‖u_i‖ and Σ_i w_ij
-        self.moments = torch.zeros(*shape, self.keys, self.width + 2, dtype=self.dtype, device=device)
+        self.moments = torch.zeros(*shape, self.width + 2, self.keys, dtype=self.dtype, device=device)
         # only where they do not follow from the moments
         dropped, two_sided = call.weights is not None, not call.visibility.one_sided()
         self.usage = torch.zeros(*shape, self.keys, dtype=self.dtype, device=device) if dropped else None
@@ -120,49 +121,59 @@ class _Pass:
 
     def heads(self, batch: slice, heads: slice, r: int) -> tuple[Edges, Edges] | None:
         """All blocks of some heads of some batch rows; returns their edges."""
-        owner = torch.arange(heads.start, heads.stop, device=self.call.query.device) // self.call.group
-        keys_t = self.call.key[batch][:, owner].to(self.dtype).transpose(-1, -2).contiguous()
-        values_t = self.call.value[batch][:, owner].to(self.dtype).transpose(-1, -2).contiguous()
+        keys, values = self.of_heads(self.call.key, batch, heads), self.of_heads(self.call.value, batch, heads)
         found = []
         for start in range(0, self.queries, r):
             stop = min(start + r, self.queries)
             low, high = self.call.visibility.structure.span(start, stop, self.keys)
             if high > low:
                 place = (batch, heads, slice(start, stop))
-                edges = self.block(place, keys_t[..., low:high], values_t[..., low:high], low)
+                edges = self.block(place, keys[..., low:high, :], values[..., low:high, :], low)
                 if edges is not None:
                     found.append(edges)
         if not found:
             return None
         return strongest([part[0] for part in found], self.edges), strongest([part[1] for part in found], self.edges)
 
+    def of_heads(self, tensor: Tensor, batch: slice, heads: slice) -> Tensor:
+        """What the query heads `heads` read of a (B,K,S,·) tensor: (b,h,S,·)."""
+        if self.call.group == 1:
+            return tensor[batch, heads].to(self.dtype).contiguous()
+        owner = torch.arange(heads.start, heads.stop, device=tensor.device) // self.call.group
+        return tensor[batch][:, owner].to(self.dtype)
+
+    def counted(self, tensor: Tensor, live: Tensor) -> Tensor:
+        """(…, r, ·) in the dtype of the pass, 0 in rows that do not count."""
+        tensor = tensor.to(self.dtype)
+        return tensor if self.all_live else torch.where(live[..., None], tensor, 0.0)
+
     def block(
-        self, place: tuple[slice, slice, slice], keys_t: Tensor, values_t: Tensor, low: int
+        self, place: tuple[slice, slice, slice], keys: Tensor, values: Tensor, low: int
     ) -> tuple[Edges, Edges] | None:
-        """Rows `place` against the keys (b,h,D,s) and values (b,h,V,s), which start at position `low`.
+        """Rows `place` against the keys (b,h,s,D) and values (b,h,s,V), which start at position `low`.
 
         Every pass over the (b,h,r,s) entries counts: `score` and `buffer` are reused, and a sum that follows from others
         is not taken again.
         """
         call, (batch, heads, span) = self.call, place
-        high = low + keys_t.shape[-1]
+        high = low + keys.shape[-2]
         live = self.usable[place]
         query = call.query[place].to(self.dtype) * (call.call.scale if call.call.softcap is None else 1.0)
-        upstream = torch.where(live[..., None], call.upstream[place].to(self.dtype), 0.0)
-        output = torch.where(live[..., None], call.output[place].to(self.dtype), 0.0)
+        upstream, output = self.counted(call.upstream[place], live), self.counted(call.output[place], live)
         # every row sees the keys before `edge`; only the rest has to be masked
         edge = call.visibility.shared(span.start, low, high)
         visible, bias = call.visibility.block(batch, heads, span.start, span.stop, low + edge, high, call.query.device)
         hidden = None if visible is None else ~visible
+        shown = None if visible is None else visible.to(self.dtype)  # multiplying is cheaper than filling
 
         # α, its normaliser and entropy
-        score = torch.matmul(query, keys_t)
+        score = torch.matmul(query, keys.transpose(-1, -2))
         if call.call.softcap is not None:
             score.mul_(call.call.scale / call.call.softcap).tanh_().mul_(call.call.softcap)
         if bias is not None:
             score[..., edge:] += bias.to(self.dtype)
-        if hidden is not None:
-            score[..., edge:].masked_fill_(hidden, HIDDEN)
+        if shown is not None:
+            score[..., edge:].add_((shown - 1) * -HIDDEN)
         attention = torch.softmax(score, -1)
         normaliser = score.amax(-1) - attention.amax(-1).log()  # ln Σ_j exp s_ij: the largest α is exp(max s) over it
         if call.sinks is not None:
@@ -177,7 +188,7 @@ class _Pass:
         entropy = normaliser * mass - buffer.sum(-1)
 
         # b and its mean E under α; E is u·o where that is precise, and then D shows how well it is
-        compatibility = torch.matmul(upstream, values_t, out=score)
+        compatibility = torch.matmul(upstream, values.transpose(-1, -2), out=score)
         received = (upstream * output).sum(-1)
         weights, reached = attention, received
         if self.precise:
@@ -196,8 +207,8 @@ class _Pass:
         else:
             less = compatibility.sub_(expected[..., None])  # b − E = −A, 0 where hidden
             score_gradient = torch.mul(attention, less, out=buffer)
-        if hidden is not None:
-            less[..., edge:].masked_fill_(hidden, 0.0)
+        if shown is not None:
+            less[..., edge:].mul_(shown)
         edges = None
         if self.edges:
             alive = torch.where(live[..., None], score_gradient, 0.0)
@@ -225,8 +236,8 @@ class _Pass:
         less_sum, less_norm = less.sum(-1), torch.linalg.vector_norm(less, dim=-1)
         less_variation = (less_norm.square() - less_sum.square() / n).clamp(min=0)
         varied = torch.sub(attention, (mass / n)[..., None], out=buffer)
-        if hidden is not None:
-            varied[..., edge:].masked_fill_(hidden, 0.0)
+        if shown is not None:
+            varied[..., edge:].mul_(shown)
         variation = torch.linalg.vector_norm(varied, dim=-1).square()
         covariance = mass * less_sum / n - less_mean  # Σ_j (α − ᾱ) A
         tiny = torch.finfo(self.dtype).eps  # of a square; below, a correlation would be one of rounding errors
@@ -251,11 +262,12 @@ class _Pass:
             "residual": residual,
             "residual_scale": b_square,
         }
-        self.rows[:, *place] = torch.where(live, torch.stack([rows[name] for name in _ROWS]), 0.0)
+        stacked = torch.stack([rows[name] for name in _ROWS])
+        self.rows[:, *place] = stacked if self.all_live else torch.where(live, stacked, 0.0)
 
-        # per key: wᵀ[u, ‖u‖, 1]
+        # per key: [u, ‖u‖, 1]ᵀ w
         users = torch.cat([upstream, norm, live[..., None].to(self.dtype)], -1)
-        self.moments[batch, heads, low:high] += torch.matmul(weights.transpose(-1, -2), users)
+        self.moments[batch, heads, :, low:high] += torch.matmul(users.transpose(-1, -2), weights)
         if self.usage is not None:
             counted = live[..., None].to(self.dtype)
             self.usage[batch, heads, low:high] += torch.matmul(attention.transpose(-1, -2), counted)[..., 0]
@@ -269,7 +281,7 @@ class _Pass:
 
     def finish(self, edges: tuple[Edges, Edges] | None) -> Vectors:
         call, device = self.call, self.call.query.device
-        usage = self.moments[..., -1] if self.usage is None else self.usage
+        usage = self.moments[..., -1, :] if self.usage is None else self.usage
         distance = self.distance
         if distance is None:  # every key lies before its query
             own, other = call.visibility.positions(device)
@@ -282,8 +294,8 @@ class _Pass:
             distance=distance,
             first_key=usage.gather(-1, first[:, None, None].expand(-1, self.query_heads, 1))[..., 0],
             usage=usage,
-            user_norm=self.moments[..., -2],
-            value_gradient=self.moments[..., : self.width],
+            user_norm=self.moments[..., -2, :],
+            value_gradient=self.moments[..., : self.width, :].transpose(-1, -2).contiguous(),
             uniform=self.uniform,
             edges=edges,
             **dict(zip(_ROWS, self.rows)),

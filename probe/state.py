@@ -15,7 +15,7 @@ from ..hooks.refusals import LawViolated, MergeRefused
 from ..hooks.site import Site
 from . import blockwise, bootstrap
 from .edges import TopEdges
-from .statistics import INDEX, Sums, sequence_sums
+from .statistics import DEGREE, INDEX, Sums, sequence_sums
 from .tokens import Tokens, token_rows
 from .updates import Updates
 
@@ -123,27 +123,30 @@ class State:
         sums = sequence_sums(call, rows)
         heads = call.query.shape[1]
         _check(call, sums)
-        key = Key(call.call.site, call.call.use, call.delivery)
-        new = Entry(heads, call.group, Sums.empty(heads), updates=Updates.empty(heads, call.value.shape[-1]))
+        entry = self.entries.setdefault(Key(call.call.site, call.call.use, call.delivery), _unseen())
+        if not entry.heads:
+            entry.heads, entry.group, entry.sums = heads, call.group, Sums.empty(heads)
+        elif (entry.heads, entry.group) != (heads, call.group):
+            raise MergeRefused(f"{call.call.site.module} changed from {entry.heads} to {heads} heads within a step.")
         identities = call.call.sequences.identities
-        new.sums.add(sums, bootstrap.weights(identities))
-        assert new.updates is not None
-        new.updates.add(rows)
+        entry.reachable = True
+        entry.sums.add(sums if scale == 1.0 else sums * scale**-DEGREE, bootstrap.weights(identities))
+        if entry.updates is None:
+            entry.updates = Updates.empty(heads, call.value.shape[-1])
+        entry.updates.add(rows, scale)
         if edges and rows.edges is not None:
-            new.edges = TopEdges.empty(heads, edges)
-            new.edges.add(rows.edges, call.call.sequences)
+            found = TopEdges.empty(heads, edges)
+            found.add(rows.edges, call.call.sequences)
+            found.divide(scale)
+            entry.edges = entry.edges or TopEdges.empty(heads, edges)
+            entry.edges.merge(found)
         if tokens:
-            new.tokens = Tokens([token_rows(call, rows)])
-        if scale != 1.0:
-            new.divide(scale)
+            shown = Tokens([token_rows(call, rows)])
+            shown.divide(scale)
+            entry.tokens = entry.tokens or Tokens()
+            entry.tokens.merge(shown)
         if edges or tokens:  # rows name their sequence; sums do not, and a long training would fill the memory
             self.sequences.update(dict.fromkeys(identities))
-        entry = self.entries.setdefault(key, _unseen())
-        was_bad = entry.sums.bad_now if entry.heads else new.sums.bad_now
-        bad = was_bad | new.sums.bad_now
-        new.sums.bad_now = torch.zeros_like(bad)
-        entry.merge(new)
-        entry.sums.bad_now = bad
 
     def merge(self, other: State) -> None:
         """Add a state of other sequences of the same model."""

@@ -100,7 +100,7 @@ def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
         "residual": rows.residual.sum(-1),
         "residual_scale": rows.residual_scale.sum(-1),
     }
-    return torch.stack([sums[name].to(torch.float64).expand(batch, heads).cpu() for name in SUMS], -1)
+    return torch.stack([sums[name].to(m.dtype).expand(batch, heads) for name in SUMS], -1).cpu().double()
 
 
 def _entropy(usage: Tensor) -> Tensor:

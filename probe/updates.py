@@ -36,9 +36,9 @@ class Updates:
             torch.zeros(heads, dtype=torch.float64),
         )
 
-    def add(self, rows: Vectors) -> None:
-        """Add one call; heads with non-finite numbers are left out."""
-        m = rows.value_gradient
+    def add(self, rows: Vectors, scale: float = 1.0) -> None:
+        """Add one call, whose u carries the factor `scale`; heads with non-finite numbers are left out."""
+        m = rows.value_gradient if scale == 1.0 else rows.value_gradient / scale
         total = -m.sum((0, 2)).double().cpu()
         flat = m.transpose(0, 1).flatten(1, 2)
         moment = torch.matmul(flat.transpose(1, 2), flat).double().cpu()
