@@ -15,6 +15,7 @@ _MISSING = object()
 _lock = threading.RLock()
 # replacements are made once per original: compiled graphs that were traced through one are found again
 _made: dict[tuple[Callable[[Any], Any], Any], Any] = {}
+_makers: dict[Any, Callable[[Any], Any]] = {}
 _active: dict[tuple[int, str], list[Any]] = {}
 
 
@@ -27,10 +28,11 @@ def acquire(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             return
         before = _namespace(owner).get(name, _MISSING)
         current = owner[name] if isinstance(owner, dict) else getattr(owner, name)
-        replacement = _made.get((make, current))
-        if replacement is None:  # what is inherited from a class whose own is replaced already is not replaced twice
-            mine = any(maker is make and made is current for (maker, _), made in _made.items())
-            replacement = current if mine else _made.setdefault((make, current), make(current))
+        # what is inherited from a class whose own is replaced already is not replaced twice
+        replacement = current if _makers.get(current) is make else _made.get((make, current))
+        if replacement is None:
+            replacement = _made[make, current] = make(current)
+            _makers[replacement] = make
         _set(owner, name, replacement)
         _active[key] = [1, owner, before, _namespace(owner).get(name)]
 
