@@ -96,6 +96,8 @@ def _status(sums: Sums, reachable: bool, skipped: bool = False) -> list[str]:
             parts.append(f"no visible key ({blind} row{'s' * (blind > 1)})")
         if not queries and not bad and not blind:
             parts.append("no gradient" if reachable else "no gradient path")
+        if sums.total[head, INDEX["hidden_queries"]]:
+            parts.append("dropout hidden by the kernel")
         if queries and residual[head] > IMPRECISE:
             parts.append(f"law residual {residual[head]:.0e}")
         texts.append("; ".join(parts) or "ok")

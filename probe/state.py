@@ -6,7 +6,7 @@ themselves are never split over states: query shards of one sequence cannot be a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -119,6 +119,8 @@ class State:
         Raises:
             LawViolated: when the recomputed weights do not reproduce the kernel's output.
         """
+        if call.call.hidden:  # α is known, w is not: nothing that u enters can be said
+            call, edges, tokens = replace(call, upstream=torch.zeros_like(call.upstream)), 0, False
         rows = blockwise.vectors(call, edges=edges, tokens=tokens)
         sums = sequence_sums(call, rows)
         heads = call.query.shape[1]
@@ -133,7 +135,8 @@ class State:
         entry.sums.add(sums if scale == 1.0 else sums * scale**-DEGREE, bootstrap.weights(identities))
         if entry.updates is None:
             entry.updates = Updates.empty(heads, call.value.shape[-1])
-        entry.updates.add(rows, scale)
+        if not call.call.hidden:
+            entry.updates.add(rows, scale)
         if edges and rows.edges is not None:
             found = TopEdges.empty(heads, edges)
             found.add(rows.edges, call.call.sequences)

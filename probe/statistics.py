@@ -48,6 +48,7 @@ SUMS: dict[str, int] = {
     "cosine_bound": 0,
     "residual": 2,
     "residual_scale": 2,
+    "hidden_queries": 0,  # rows whose kernel dropped attention weights without saying which
 }
 INDEX = {name: place for place, name in enumerate(SUMS)}
 DEGREE = torch.tensor(list(SUMS.values()), dtype=torch.float64)
@@ -76,6 +77,7 @@ def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
     cosine = torch.where(turned, -along / torch.where(turned, norm * value_norm, 1.0), 0.0)
     sums = {
         "queries": queries,
+        "hidden_queries": queries if call.call.hidden else torch.zeros_like(queries),
         "blind_queries": call.visibility.counted(batch, m.device)[:, None].sum(-1) - queries,
         "entropy": rows.entropy.sum(-1),
         "sink": rows.sink.sum(-1),
@@ -212,11 +214,26 @@ _COLUMNS: dict[str, Callable[[Callable[[str], Array]], Array]] = {
     "law_residual": lambda s: np.sqrt(s("residual") / s("residual_scale")),
 }
 COLUMNS = tuple(_COLUMNS)
+# what attention alone says; every other column needs the weights that were really used
+WITHOUT_WEIGHTS = (
+    "queries",
+    "attention_entropy",
+    "sink_share",
+    "effective_keys",
+    "first_key_share",
+    "mean_distance",
+    "usage_effective",
+    "usage_uniform",
+)
 
 
 def columns(sums: Array) -> dict[str, Array]:
-    """The columns of the heads table from sums (…,C); NaN where nothing was counted."""
+    """The columns of the heads table from sums (…,C); NaN where nothing was counted, or dropout was hidden."""
     counted = sums[..., INDEX["queries"]] > 0
+    known = counted & (sums[..., INDEX["hidden_queries"]] == 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         table = {name: define(lambda part: sums[..., INDEX[part]]) for name, define in _COLUMNS.items()}
-    return {name: values if name == "queries" else np.where(counted, values, np.nan) for name, values in table.items()}
+    return {
+        name: values if name == "queries" else np.where(counted if name in WITHOUT_WEIGHTS else known, values, np.nan)
+        for name, values in table.items()
+    }

@@ -12,6 +12,7 @@ Shapes: B batch, H query heads, K key/value heads, Q query positions, S key posi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,8 +141,11 @@ class _Verifier:
                 "key_residual": float(found.key[owner]),
                 "value_residual": float(found.value[owner]),
             }
+            if call.call.hidden:  # the kernel dropped weights and does not say which
+                numbers = dict.fromkeys(numbers, math.nan)
             known = [number for number in numbers.values() if number == number]
             verdict = "no gradient" if not known else "ok" if max(known) <= limit else "fails"
+            verdict = "dropout hidden" if call.call.hidden else verdict
             self.rows.append(
                 {
                     "module": site.module,
@@ -192,8 +196,8 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[Any], 
 
     Returns:
         One row per module, use and head: query_residual and key_residual (routing law), value_residual (content law),
-        each max |law − autograd| / max |autograd|; the tolerance for the kernel's dtype; verdict "ok", "fails" or
-        "no gradient".
+        each max |law − autograd| / max |autograd|; the tolerance for the kernel's dtype; verdict "ok", "fails",
+        "no gradient" or "dropout hidden" (a fused kernel does not say which weights it dropped).
 
     Raises:
         BadInput: when the batch yields no scalar loss. NoAttentionSeen, NoGradientReached, UnsupportedKernel.
