@@ -74,7 +74,7 @@ class Attachment:
         self.open = True
         self.blind_calls = 0
         self.ran = False
-        self._said = False
+        self._said = self._hidden_said = False
         self._settled = False
         self._forwards = 0
         self.packing = Packing()
@@ -216,6 +216,18 @@ class Attachment:
                 "such forwards are left out.",
                 stacklevel=2,
             )
+
+    def say_hidden(self, implementation: str) -> None:
+        """Name, once, the columns that a kernel with hidden dropout does not allow."""
+        if self._hidden_said:
+            return
+        self._hidden_said = True
+        warnings.warn(
+            f"advantage_probe: {implementation} drops attention weights and does not say which, so columns that need them "
+            "(advantage, routing, content, alignment, coherence, update) are refused; set the attention dropout to 0, or "
+            "run watched steps with attn_implementation='eager' or under sdpa_kernel(SDPBackend.MATH).",
+            stacklevel=2,
+        )
 
     def compiled_plan(self, module: int, kind: Callable[[], Kind | None]) -> Plan | None:
         """Whether a call of a compiled graph is observed; whether it has gradients was asked when it was traced."""

@@ -198,13 +198,9 @@ def read(name: str, module: nn.Module, query: Tensor, key: Tensor, given: dict[s
             mask = mask[:, None, None, -keys:].bool()
     elif name != "eager":
         structure = Structure(causal and mask is None)
-    if dropout > 0 and (name not in ("eager", "sdpa") or unreadable(query, key, mask, dropout, structure.causal)):
-        raise UnsupportedKernel(
-            f"{name} drops attention weights inside the kernel and does not say which; "
-            "set the model's attention dropout to 0, call model.eval(), or load with attn_implementation='eager'."
-        )
+    told = name == "eager" or (name == "sdpa" and not unreadable(query, key, mask, dropout, structure.causal))
     scale = float(scale) if scale is not None else query.shape[-1] ** -0.5
-    drops = dropout > 0 and name == "sdpa"
+    drops = dropout > 0 and told and name == "sdpa"
     sinks = None if name == "sdpa" else _first(given, "s_aux", "sinks")
     if sinks is None and name == "eager":
         sinks = getattr(module, "sinks", None)
@@ -219,6 +215,7 @@ def read(name: str, module: nn.Module, query: Tensor, key: Tensor, given: dict[s
         sinks=sinks if isinstance(sinks, Tensor) else None,
         weights=dropout > 0 and name == "eager",
         replay=replay(query.device, dropout, structure.causal, scale) if drops else None,
+        hidden=dropout > 0 and not told,
     )
 
 

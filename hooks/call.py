@@ -36,6 +36,7 @@ class CallSite:
         dropout: probability with which attention weights were dropped (0 when none were).
         implementation: name of the kernel that ran.
         sequences: what the rows of the batch are: tokens, padding, identity.
+        hidden: the kernel dropped attention weights and does not say which; α is known, w and D are not.
     """
 
     site: Site
@@ -46,6 +47,7 @@ class CallSite:
     dropout: float
     implementation: str
     sequences: Sequences
+    hidden: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def read(reader: Callable[[], Reading]) -> tuple[Reading | None, str]:
         reading = reader()
     except ProbeError as error:
         return None, str(error)
-    if reading.replay is not None:
+    if reading.replay is not None or reading.hidden:
         return None, _DROPOUT
     return reading, ""
 

@@ -195,7 +195,7 @@ def read(
     """What `scaled_dot_product_attention` makes of its arguments.
 
     Raises:
-        UnsupportedKernel: where heads and batch share one axis, or a fused kernel hides its dropout mask.
+        UnsupportedKernel: where heads and batch share one axis.
     """
     batch = _batch() if given_query.dim() == 3 else None
     if batch is not None and given_query.shape[0] > batch:
@@ -206,18 +206,15 @@ def read(
     mask, dropout, causal = given.get("attn_mask"), float(given.get("dropout_p") or 0.0), bool(given.get("is_causal"))
     scale = given.get("scale")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    if dropout and unreadable(query, key, mask, dropout, causal):
-        raise UnsupportedKernel(
-            "A fused kernel drops attention weights and does not say which; set the dropout to 0, or run watched steps "
-            "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
-        )
+    hidden = dropout > 0 and unreadable(query, key, mask, dropout, causal)
     return Reading(
         _ATTENTION,
         Structure(causal),
         scale,
         dropout=dropout,
         mask=_mask(mask),
-        replay=replay(query.device, dropout, causal, scale) if dropout else None,
+        replay=replay(query.device, dropout, causal, scale) if dropout and not hidden else None,
+        hidden=hidden,
         added=added,
     )
 

@@ -28,9 +28,9 @@ class Reading:
     """What an adapter read from the arguments of a call; tensors are those of the call, not copies.
 
     `mask`, `bias` and `sinks` as in `AttentionCall`; `weights` tells whether the kernel's second result is w, `replay`
-    computes w again. `added`: names of the last key columns that are no tokens. `late`, where the
-    products were computed before the call was read: the tensors on which hooks receive the gradients of query, key and
-    value, and how each gradient gets its four axes.
+    computes w again. `hidden` as in `CallSite`. `added`: names of the last key columns that are no tokens. `late`, where
+    the products were computed before the call was read: the tensors on which hooks receive the gradients of query, key
+    and value, and how each gradient gets its four axes.
     """
 
     implementation: str
@@ -43,6 +43,7 @@ class Reading:
     sinks: Tensor | None = None
     weights: bool = False
     replay: Replay | None = None
+    hidden: bool = False
     added: tuple[str, ...] = ()
     late: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None
 
@@ -154,6 +155,8 @@ def site_of(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSit
     )
     if plan.site.kind != "cross" and sequences.positions is not None and query.shape[2] == key.shape[2]:
         plan.attachment.packing.look(plan.site, reading.structure, reading.mask, sequences)
+    if reading.hidden:
+        plan.attachment.say_hidden(reading.implementation)
     return CallSite(
         plan.site,
         plan.use,
@@ -163,6 +166,7 @@ def site_of(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSit
         reading.dropout,
         reading.implementation,
         sequences,
+        reading.hidden,
     )
 
 

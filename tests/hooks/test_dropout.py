@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 from advantage_probe.probe.law import law
+from advantage_probe.probe.statistics import COLUMNS, WITHOUT_WEIGHTS
 from advantage_probe.probe.verify import residuals
 from torch import nn
 from truth import recorded, relative
@@ -95,13 +96,29 @@ def test_dropout_under_checkpointing_replays_what_the_recomputation_drew(reentra
     assert watch.heads().equals(plainly)
 
 
-def test_a_fused_kernel_with_dropout_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: 1)
-    model = plain.gpt(dropout=0.3).train()
-    with pytest.raises(ap.UnsupportedKernel, match="drops attention weights"), ap.watch(model) as watch:
-        model(plain.ids()).backward()
-        watch.step()
+@pytest.mark.parametrize("build", ["plain", "registry"])
+def test_a_fused_kernel_with_dropout_keeps_what_attention_says_and_refuses_the_rest_by_name(
+    build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain.gpt(dropout=0.3).train() if build == "plain" else llama("sdpa")
+    batch = {"idx": plain.ids()} if build == "plain" else zoo.batch("llama")
+    expected = step(model, batch)
     model.eval()
     with ap.watch(model) as watch:
-        model(plain.ids()).backward()
-    assert (watch.heads()["status"] == "ok").all()
+        step(model, batch)
+    plainly = watch.heads()
+    model.train()
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: 1)
+    with pytest.warns(UserWarning, match="does not say which") as said, ap.watch(model, detail="edges") as watch:
+        found = step(model, batch)
+        watch.step(loss_weight=0.5)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found))
+    assert len([entry for entry in said if "does not say which" in str(entry.message)]) == 1
+    table = watch.heads()
+    assert set(table["status"]) == {"dropout hidden by the kernel"}
+    first = table["layer"] == 0  # later layers see other inputs once something was dropped
+    for name in WITHOUT_WEIGHTS:
+        assert table.loc[first, name].tolist() == pytest.approx(plainly.loc[first, name].tolist(), rel=1e-5), name
+    assert table[[name for name in COLUMNS if name not in WITHOUT_WEIGHTS]].isna().all().all()
+    verdict = ap.verify(model, batch, loss=lambda out: out if isinstance(out, torch.Tensor) else out.loss)
+    assert set(verdict["verdict"]) == {"dropout hidden"}
