@@ -9,10 +9,10 @@ Shapes: B batch, H query heads, Q query positions, S key positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from .tap import Replay
 
 _MATH = 0  # SDPBackend.MATH
 
@@ -27,27 +27,45 @@ def unreadable(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, 
         return int(torch._fused_sdp_choice(query, keys, keys, mask, dropout, causal)) != _MATH
 
 
-def replay(
-    device: torch.device, dropout: float, causal: bool, scale: float
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Note the random state now; the result computes w (B,H,Q,S) from query, key, value and mask."""
+def replay(device: torch.device, dropout: float, causal: bool, scale: float) -> Replay:
+    """Note the random state now; the result computes w (B,H,Q,S) from query, key, value, mask and bias."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
-    def weights(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def weights(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
         group = query.shape[1] // key.shape[1]
         if group > 1:
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        shape = (*query.shape[:3], key.shape[2])
+        alone = causal and mask is None and bias is None
+        added = None if alone else _added(shape, query, mask, bias, causal)
         math = torch.ops.aten._scaled_dot_product_attention_math
         if device.type != "cpu":  # the kernel's own generator; what the user draws is not disturbed
             with torch.random.fork_rng([device]):
                 torch.cuda.set_rng_state(state, device)
-                found: Tensor = math(query, key, value, mask, dropout, causal, scale=scale)[1]
+                found: Tensor = math(query, key, value, added, dropout, alone, scale=scale)[1]
             return found
-        shape = (*query.shape[:3], key.shape[2])
         generator = torch.Generator()
         generator.set_state(state)
         kept = torch.empty(shape, dtype=query.dtype).bernoulli_(1 - dropout, generator=generator)
-        plain = math(query, key, value, mask, 0.0, causal, scale=scale)[1]
+        plain: Tensor = math(query, key, value, added, 0.0, alone, scale=scale)[1]
         return plain.mul_(kept).div_(1 - dropout)
 
     return weights
+
+
+def _added(
+    shape: tuple[int, ...], query: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool
+) -> Tensor | None:
+    """Mask, bias and causal order as one tensor that is added to the scores; None where there is nothing."""
+    if mask is not None and bias is None and not causal:
+        return mask
+    if mask is None and bias is None and not causal:
+        return None
+    added = query.new_zeros(shape)
+    if mask is not None:
+        added = added.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else added + mask
+    if bias is not None:
+        added = added + bias
+    if causal:
+        added = added.masked_fill(torch.ones(shape[2:], dtype=torch.bool, device=query.device).triu(1), -torch.inf)
+    return added

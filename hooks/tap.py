@@ -21,8 +21,8 @@ from .visibility import Structure, Visibility
 
 Deliver = Callable[[AttentionCall], None]
 Fail = Callable[[Exception], None]
-# query, key, value, mask → w (B,H,Q,S), the weights after dropout
-Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+# query, key, value, mask, bias → w (B,H,Q,S), the weights after dropout
+Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class Delivery:
@@ -68,7 +68,7 @@ class Delivery:
         )
         weights = named.get("weights")
         if self.replay is not None:
-            weights = self.replay(query, key, named["value"], named.get("mask"))
+            weights = self.replay(query, key, named["value"], named.get("mask"), named.get("bias"))
         call = AttentionCall(
             self.call,
             self.count,

@@ -32,6 +32,7 @@ def step(model: nn.Module, batch: dict, seed: int = 7) -> list[torch.Tensor]:
 def models():
     yield "eager", llama("eager"), zoo.batch("llama")
     yield "sdpa", llama("sdpa"), zoo.batch("llama")
+    yield "bias", zoo.t5(dropout_rate=0.3).train(), zoo.batch("t5")
     yield "plain", plain.gpt(dropout=0.3).train(), {"idx": plain.ids()}
     for weights in (False, True):
         torch.manual_seed(0)
