@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..hooks.call import AttentionCall
+from ..hooks.packing import documents
 from .vectors import Vectors
 
 # column → (degree in u, belongs to query rows)
@@ -91,6 +92,9 @@ def token_rows(call: AttentionCall, rows: Vectors) -> TokenRows:
     key = {"usage": rows.usage, "coherence": coherence, "update_norm": norm, "update_cosine": cosine}
     own, other = call.visibility.positions(m.device)
     used = (rows.uniform > 0).any(1)
+    given = sequences.positions
+    if given is not None and len(other) == given.shape[1] and documents(given, sequences.query_rows) is not None:
+        own = other = given.to(m.device)  # packed documents: positions start again with each of them
     return TokenRows(
         sequences.identities,
         _side(rows.counted.any(1), own, sequences.query_rows, sequences.query_ids, query),
@@ -107,7 +111,7 @@ def _side(
 ) -> Side:
     row, place = kept.nonzero(as_tuple=True)
     position = positions.expand(kept.shape)[row, place]
-    if real is not None:  # positions count from the first token of the sequence, wherever its padding lies
+    if real is not None and positions.dim() == 1:  # positions count from the first token of the sequence, wherever its padding lies
         first = real.to(torch.uint8).argmax(dim=1)
         position = position - first.to(position.device)[row]
     token = ids.to(row.device)[row, place] if ids is not None else torch.full_like(row, -1)
