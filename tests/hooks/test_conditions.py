@@ -129,6 +129,16 @@ def test_packed_documents_keep_apart_and_rows_equal_those_of_the_document_alone(
         assert relative(terms.score_gradient[:, :, 4:, 4:], law(other).score_gradient) < 1e-4
 
 
+def test_positions_in_token_tables_start_again_with_every_document() -> None:
+    model = zoo.llama()
+    with ap.watch(model, detail="tokens") as watch:
+        model(**packed(), use_cache=False).logits.square().sum().backward()
+    rows = watch.tokens()
+    for side in ("query", "key"):
+        one = rows[(rows["side"] == side) & (rows["head"] == 0) & (rows["layer"] == 0)]
+        assert one["position"].tolist() == [0, 1, 2, 3, 0, 1, 2]
+
+
 def test_attention_that_crosses_packed_documents_is_reported_as_it_is_and_said_once() -> None:
     model, batch = zoo.llama(), packed()
     batch["attention_mask"] = torch.ones(1, 7, dtype=torch.long)
