@@ -111,7 +111,9 @@ def _side(
 ) -> Side:
     row, place = kept.nonzero(as_tuple=True)
     position = positions.expand(kept.shape)[row, place]
-    if real is not None and positions.dim() == 1:  # positions count from the first token of the sequence, wherever its padding lies
+    if (
+        real is not None and positions.dim() == 1
+    ):  # positions count from the first token of the sequence, wherever its padding lies
         first = real.to(torch.uint8).argmax(dim=1)
         position = position - first.to(position.device)[row]
     token = ids.to(row.device)[row, place] if ids is not None else torch.full_like(row, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import types
 import warnings
 
 import advantage_probe as ap
@@ -331,3 +332,45 @@ def test_a_family_that_is_extended_in_a_file_of_ones_own_is_still_read() -> None
         for block in model.transformer.h:
             block.self_attention.__class__ = Mine
         assert (ap.verify(model, batch)["verdict"] == "ok").all()
+
+
+def test_a_helper_of_another_file_that_took_the_function_by_name_is_found_and_put_back() -> None:
+    code = "from torch.nn.functional import scaled_dot_product_attention as fused\n"
+    code += "def attend(q, k, v):\n    return fused(q, k, v, is_causal=True)\n"
+    helper = types.ModuleType("helper_of_another_file")
+    exec(code, helper.__dict__)
+
+    class Attention(nn.Module):  # as torchtitan's: a leaf without parameters
+        def forward(self, q, k, v):
+            return attend(q, k, v)  # noqa: F821 - put into these globals below
+
+    class Outer(plain.Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attention()
+
+        def forward(self, x):
+            q, k, v = (part.view(2, 9, 4, 8).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+            return self.c_proj(self.inner(q, k, v).transpose(1, 2).reshape(2, 9, 32))
+
+    globals()["attend"] = helper.attend
+    try:
+        torch.manual_seed(0)
+        model = plain.GPT([plain.Block(Outer())])
+        with ap.watch(model) as watch:
+            assert helper.fused is not torch._C._nn.scaled_dot_product_attention
+            model(plain.ids()).backward()
+        assert set(watch.heads()["module"]) == {"h.0.attn.inner"}
+        assert helper.fused is torch._C._nn.scaled_dot_product_attention
+    finally:
+        del globals()["attend"]
+
+
+def test_two_watches_on_models_of_different_files_share_one_replacement_and_put_it_back() -> None:
+    model, other = build("name"), build("module")
+    first, second = ap.watch(model), ap.watch(other)
+    first.close()
+    other(plain.ids()).backward()
+    assert len(second.heads()) == 8
+    second.close()
+    assert clean()
