@@ -18,8 +18,10 @@ _MATH = 0  # SDPBackend.MATH
 
 
 def unreadable(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> bool:
-    """True where a fused kernel would run, or the device's random state cannot be noted."""
-    if query.device.type not in ("cpu", "cuda"):
+    """True where weights are dropped by a fused or compiled kernel, or the device's random state cannot be noted."""
+    if not dropout:
+        return False
+    if torch.compiler.is_compiling() or query.device.type not in ("cpu", "cuda"):
         return True
     with torch.no_grad():
         like = query if query.shape[1] == key.shape[1] else key.repeat_interleave(query.shape[1] // key.shape[1], 1)

@@ -206,7 +206,7 @@ def read(
     mask, dropout, causal = given.get("attn_mask"), float(given.get("dropout_p") or 0.0), bool(given.get("is_causal"))
     scale = given.get("scale")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    hidden = dropout > 0 and unreadable(query, key, mask, dropout, causal)
+    hidden = unreadable(query, key, mask, dropout, causal)
     return Reading(
         _ATTENTION,
         Structure(causal),
