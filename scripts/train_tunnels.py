@@ -1,0 +1,26 @@
+#!/usr/bin/env python3
+"""Train the shipped tunnels, one after the other, each resumable: scripts/train_tunnels.py FOLDER [NAME …]."""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED
+from advantage_probe.analyses.wind_tunnels.registry import tunnel
+from advantage_probe.analyses.wind_tunnels.training import train
+
+
+def main() -> None:
+    """Every named recipe into FOLDER/NAME, on one thread so that a seed gives one result."""
+    torch.set_num_threads(1)
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(SHIPPED)
+    for name in names:
+        began = time.monotonic()
+        command = f"advantage-probe tunnel train {name} --preset shipped --out {name}"
+        _, curve = train(tunnel(name), SHIPPED[name], folder / name, name=name, command=command, resume=True)
+        print(f"{name}: {curve[-1]} after {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
