@@ -12,14 +12,14 @@ Factory = TypeVar("Factory", bound=Callable[[], Tunnel])
 _factories: dict[str, Callable[[], Tunnel]] = {}
 _TASKS: tuple[str, ...] = (
     "bijection",
-#     "hidden_markov",
-#     "fresh_hidden_markov",
-#     "sticky_chain",
-#     "noisy_chain",
-#     "associative_recall",
-#     "model_selection",
+    "hidden_markov",
+    "fresh_hidden_markov",
+    "sticky_chain",
+    "noisy_chain",
+    "associative_recall",
+    "model_selection",
     "belief_process",
-#     "conjugate_counts",
+    "conjugate_counts",
 )
 
 

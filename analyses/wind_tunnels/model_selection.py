@@ -1,0 +1,180 @@
+"""Model selection: which of two classes of hypotheses made this sequence?
+
+A contest supplies the mathematics of its two classes; this file turns evidence into class posteriors, Bayes factors and predictives.
+`posterior` conditions on exactly what the model sees. With opaque tokens the relabelling is hidden from both; what a reader who was told
+it would believe is `posterior(tokens, informed=relabelling)`, for comparison only.
+
+Shapes: n episodes, L tokens, V symbols, C = 2 classes, O outcomes (C, or V when the next symbol is asked).
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor
+
+from .bits import entropy_bits, never_asked, uniform_like
+from .errors import ImpossibleObservation, MalformedTokens, TunnelError
+from .permutation_contest import PermutationContest
+from .protocol import Beliefs, Episodes
+from .recurrence_contest import RecurrenceContest
+from .registry import register
+
+
+@dataclass(frozen=True)
+class ModelSelection:
+    """`asks` for the class or for the next symbol; `opaque` relabels every episode's symbols; only the first `horizon` questions of an
+    episode are supervised (None: all), so that what was never trained can be measured too."""
+
+    contest: PermutationContest | RecurrenceContest = field(default_factory=PermutationContest)
+    asks: Literal["class", "next"] = "class"
+    opaque: bool = False
+    horizon: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.horizon is not None and self.horizon < 1:
+            raise TunnelError(f"a loss horizon of {self.horizon} supervises nothing")
+        if isinstance(self.contest, RecurrenceContest) and self.contest.opaque != self.opaque:
+            object.__setattr__(self, "contest", replace(self.contest, opaque=self.opaque))
+
+    @classmethod
+    def permutations(cls, symbols: int = 12, pairs: int | None = None, **choices) -> "ModelSelection":
+        """Involution against three-cycles on `symbols` symbols; `pairs` distinct keys, all but one by default."""
+        return cls(PermutationContest(symbols, symbols - 1 if pairs is None else pairs), **choices)
+
+    @classmethod
+    def recurrence(cls, modulus: int = 17, length: int = 16, **choices) -> "ModelSelection":
+        """x → a·x + b (mod `modulus`) against independent symbols."""
+        return cls(RecurrenceContest(modulus, choices.get("opaque", False), length), **choices)
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return tuple(str(i) for i in range(self.contest.symbols)) + self.contest.classes
+
+    @property
+    def outcomes(self) -> tuple[int, ...]:
+        symbols = self.contest.symbols
+        return tuple(range(symbols)) if self.asks == "next" else (symbols, symbols + 1)
+
+    @property
+    def hypotheses(self) -> tuple[str, ...]:
+        return self.contest.classes
+
+    @property
+    def length(self) -> int:
+        return self.contest.length
+
+    def sample(self, n: int, generator: Generator, length: int | None = None) -> Episodes:
+        """n episodes, classes drawn with probability one half each."""
+        length = self.length if length is None else length
+        label = torch.randint(2, (n,), generator=generator)
+        beyond = self.asks == "next" and (length % self.contest.stride or self.contest.stride == 1)
+        stream, latents = self.contest.draw(label, generator, length + bool(beyond))
+        relabelling = torch.arange(self.contest.symbols).expand(n, -1)
+        if self.opaque:
+            relabelling = torch.rand(n, self.contest.symbols, generator=generator).argsort(-1)
+        stream = relabelling.gather(1, stream)
+        tokens = stream[:, :length].contiguous()
+        where = self.contest.class_asked(length)
+        if self.asks == "class":
+            targets = torch.where(where, label[:, None], -1)
+        else:
+            where = ~where if self.contest.stride == 2 else where
+            following = torch.cat((stream, stream[:, :1]), 1)[:, 1 : length + 1]
+            targets = torch.where(where, following, -1)
+        if self.horizon is not None:
+            targets = torch.where(where.long().cumsum(0) <= self.horizon, targets, -1)
+        return Episodes(tokens, targets, {"class": label, "relabelling": relabelling, **latents}, self.outcomes)
+
+    def bayes_factor(self, tokens: Tensor, informed: Tensor | None = None) -> Tensor:
+        """(n, L) evidence ratio of the first class over the second; 0 or infinite where one is excluded."""
+        evidence = self._evidence(tokens, informed)
+        return (evidence[..., 0] - evidence[..., 1]).exp()
+
+    def posterior(self, tokens: Tensor, informed: Tensor | None = None) -> Beliefs:
+        """Class posterior (n, L, C) at every position, prior one half each.
+
+        `informed` (n, V), as in `latents["relabelling"]`, names the opaque token of each integer: the belief of a reader who knows it.
+        """
+        return Beliefs(self._evidence(tokens, informed).softmax(-1), "hypotheses")
+
+    def predictive(self, tokens: Tensor, informed: Tensor | None = None) -> Tensor:
+        """(n, L, O): the class posterior where the class is asked, or the next symbol averaged over it."""
+        return self._answer(tokens, self._evidence(tokens, informed), informed)
+
+    def entropy(self, tokens: Tensor, of: Literal["predictive", "posterior"] = "predictive") -> Tensor:
+        return entropy_bits(self.predictive(tokens) if of == "predictive" else self.posterior(tokens).values)
+
+    def baselines(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Uniform (by symmetry also the best constant and position), "contradiction seen, else ½", and the last 1/2/3 items alone."""
+        evidence = self._evidence(tokens)
+        truth = self._answer(tokens, evidence)
+        rivals = {"uniform": uniform_like(truth), "constant": uniform_like(truth), "position": uniform_like(truth)}
+        excluded = torch.where(evidence.isinf(), evidence, 0.0)
+        rivals["contradiction or half"] = self._answer(tokens, excluded)
+        stride, length = self.contest.stride, tokens.shape[1]
+        for window in (1, 2, 3):
+            rows = never_asked(*truth.shape)
+            for t in range(length):
+                first = max(0, (t // stride - window + 1) * stride)
+                seen = tokens[:, first : t + 1]
+                rows[:, t] = self._answer(seen, self._evidence(seen))[:, -1]
+            rivals[f"last {window} items"] = rows
+        return rivals
+
+    def _evidence(self, tokens: Tensor, informed: Tensor | None = None) -> Tensor:
+        """(n, L, C) log evidence; raises where both classes are excluded."""
+        contest, tokens = self._as_seen(tokens, informed)
+        evidence = contest.evidence(tokens)
+        excluded = evidence.isinf().all(-1).any(1)
+        if excluded.any():
+            raise ImpossibleObservation(f"row {int(excluded.nonzero()[0])}: neither class can make these tokens")
+        return evidence
+
+    def _answer(self, tokens: Tensor, evidence: Tensor, informed: Tensor | None = None) -> Tensor:
+        belief = evidence.softmax(-1)
+        if self.asks == "class":
+            return torch.where(self.contest.class_asked(tokens.shape[1])[:, None], belief, math.nan)
+        contest, seen = self._as_seen(tokens, informed)
+        following = (belief[..., None] * contest.following(seen)).sum(2)
+        return following if informed is None else following.gather(2, informed.argsort(-1)[:, None].expand_as(following))
+
+    def _as_seen(self, tokens: Tensor, informed: Tensor | None) -> tuple[PermutationContest | RecurrenceContest, Tensor]:
+        """The contest and tokens of a reader who was told the relabelling, or not."""
+        self.contest.check(tokens)
+        if informed is None:
+            return self.contest, tokens
+        if informed.shape != (len(tokens), self.contest.symbols):
+            raise MalformedTokens(
+                f"informed must be ({len(tokens)}, {self.contest.symbols}), not {tuple(informed.shape)}"
+            )
+        contest = self.contest
+        if isinstance(contest, RecurrenceContest):
+            contest = replace(contest, opaque=False)
+        return contest, informed.argsort(-1).gather(1, tokens)
+
+
+@register("selection")
+def selection() -> ModelSelection:
+    return ModelSelection.permutations(12)
+
+
+@register("selection-next")
+def selection_next() -> ModelSelection:
+    return ModelSelection.permutations(12, asks="next", opaque=True)
+
+
+@register("recurrence")
+def recurrence() -> ModelSelection:
+    return ModelSelection.recurrence(17)
+
+
+@register("recurrence-opaque")
+def recurrence_opaque() -> ModelSelection:
+    return ModelSelection.recurrence(17, opaque=True)
+
+
+@register("recurrence-next")
+def recurrence_next() -> ModelSelection:
+    return ModelSelection.recurrence(17, asks="next")
