@@ -7,7 +7,6 @@ Shapes: n episodes, L tokens, S states, X symbols.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +15,7 @@ from torch import Generator, Tensor
 
 from .bits import constant_like, entropy_bits, uniform_like
 from .errors import BadMatrix, ImpossibleObservation, MalformedTokens
-from .filtering import check_reachable, check_rows, draw
+from .filtering import Rows, check_reachable, check_rows, draw
 from .protocol import Beliefs, Episodes
 from .registry import register
 
@@ -31,13 +30,13 @@ class BeliefProcess:
     initial: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def __post_init__(self) -> None:
-        labelled = torch.as_tensor(self.labelled).double()
+        labelled = torch.as_tensor(self.labelled, dtype=torch.float64)
         if labelled.dim() != 3 or labelled.shape[1] != labelled.shape[2]:
             raise BadMatrix(f"labelled must be (symbols, states, states), not {tuple(labelled.shape)}")
         symbols, count, _ = labelled.shape
         rows = check_rows(labelled.permute(1, 0, 2).reshape(count, -1), "labelled")
         labelled = rows.reshape(count, symbols, count).permute(1, 0, 2)
-        initial = torch.as_tensor(self.initial).double()
+        initial = torch.as_tensor(self.initial, dtype=torch.float64)
         initial = check_rows(initial[None], "initial")[0] if initial.numel() else stationary(labelled.sum(0))
         check_reachable(initial, labelled.sum(0))
         object.__setattr__(self, "labelled", labelled)
@@ -156,9 +155,9 @@ class BeliefProcess:
         return torch.stack(walked, 1)
 
 
-def stationary(transition: Tensor | Sequence[Sequence[float]]) -> Tensor:
+def stationary(transition: Rows) -> Tensor:
     """The stationary distribution (S) of an ergodic chain (S, S), periodic or not; raises `BadMatrix` where it is not unique."""
-    transition = check_rows(torch.as_tensor(transition), "transition")
+    transition = check_rows(transition, "transition")
     count = len(transition)
     system = torch.cat((transition.T - torch.eye(count, dtype=torch.float64), torch.ones(1, count, dtype=torch.float64)))
     if torch.linalg.matrix_rank(system) < count:

@@ -6,17 +6,20 @@ over thousands of steps, where products of probabilities vanish. Rows of every m
 Shapes: n episodes, L steps, S states, X symbols.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .errors import BadMatrix, ImpossibleObservation
 
 TOLERANCE = 1e-6
+Rows = Tensor | Sequence[float] | Sequence[Sequence[float]]
 
 
-def check_rows(matrix: Tensor, name: str) -> Tensor:
+def check_rows(matrix: Rows, name: str) -> Tensor:
     """`matrix` (..., S, X) in float64, rows divided by sums within 1e-6 of one; raises `BadMatrix` naming the first other row."""
-    matrix = torch.as_tensor(matrix).double()
+    matrix = torch.as_tensor(matrix, dtype=torch.float64)
     sums = matrix.sum(-1)
     wrong = ~((sums - 1).abs() <= TOLERANCE) | (matrix < 0).any(-1) | matrix.isnan().any(-1)
     if wrong.any():

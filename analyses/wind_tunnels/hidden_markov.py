@@ -36,7 +36,7 @@ class HiddenMarkov:
     asks: Literal["next", "state"] = "next"
 
     def __post_init__(self) -> None:
-        initial = check_rows(torch.as_tensor(self.initial)[None], "initial")[0]
+        initial = check_rows(torch.as_tensor(self.initial, dtype=torch.float64)[None], "initial")[0]
         transition, emission = check_rows(self.transition, "transition"), check_rows(self.emission, "emission")
         if transition.shape != (len(initial), len(initial)) or emission.dim() != 2 or len(emission) != len(initial):
             raise BadMatrix(

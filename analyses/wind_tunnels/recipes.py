@@ -8,7 +8,11 @@ from .models import Shape
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a run, besides the tunnel. Learning rate: linear warm-up, then cosine to a tenth."""
+    """Everything that decides a run, besides the tunnel. Learning rate: linear warm-up, then cosine to a fiftieth.
+
+    Episodes may start short: their length grows from `first_length` to the tunnel's own over `growth` steps, with more of them in a batch
+    so that a step sees as many tokens. Binding is learnt from short episodes far sooner than from long ones.
+    """
 
     shape: Shape = field(default_factory=Shape)
     steps: int = 2_000
@@ -17,6 +21,8 @@ class Recipe:
     warm_up: int = 100
     weight_decay: float = 0.01
     clip: float = 1.0
+    first_length: int = 0
+    growth: int = 0
     distilled: bool = False
     seed: int = 0
 
@@ -31,14 +37,16 @@ PRESETS = {
 }
 
 SHIPPED = {
-    "bijection-repeats": Recipe(Shape("gpt2", 2, 4, 96), steps=7_500, batch=64, learning_rate=2e-3, warm_up=200),
-    "mess3": Recipe(Shape("gpt2", 4, 4, 64), steps=8_000, batch=128, learning_rate=2e-3, warm_up=200),
-    "rrxor": Recipe(Shape("gpt2", 4, 4, 64), steps=12_000, batch=128, learning_rate=2e-3, warm_up=200),
-    "selection": Recipe(Shape("gpt2", 3, 4, 96), steps=6_000, batch=64, learning_rate=1e-3, warm_up=200),
-    "bijection-distinct": Recipe(Shape("gpt2", 2, 4, 96), steps=7_500, batch=64, learning_rate=2e-3, warm_up=200),
-    "hmm": Recipe(
-        Shape("llama", 3, 4, 96), steps=8_000, batch=64, learning_rate=2e-3, warm_up=200, distilled=True
+    "bijection-repeats": Recipe(
+        Shape("llama", 2, 4, 96), steps=7_000, warm_up=200, first_length=7, growth=2_000
     ),
+    "mess3": Recipe(Shape("gpt2", 4, 4, 64), steps=6_000, batch=128, warm_up=200),
+    "rrxor": Recipe(Shape("gpt2", 4, 4, 64), steps=9_000, batch=128, warm_up=200),
+    "selection": Recipe(Shape("llama", 3, 4, 96), steps=7_000, warm_up=200, first_length=6, growth=1_500),
+    "bijection-distinct": Recipe(
+        Shape("llama", 2, 4, 96), steps=5_000, warm_up=200, first_length=7, growth=1_000
+    ),
+    "hmm": Recipe(Shape("llama", 3, 4, 96), steps=9_000, warm_up=200, distilled=True),
 }
 
 # Presets and recipes that must keep rotary positions whatever the size.

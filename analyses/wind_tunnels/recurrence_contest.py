@@ -68,8 +68,8 @@ class RecurrenceContest:
         else:
             a, b = torch.arange(p * p) // p, torch.arange(p * p) % p
             fits = self._fitting(tokens).double()
-            steps = one_hot((a * torch.arange(p)[:, None] + b) % p, p).double()  # (p, p², p)
-            recurrence = torch.einsum("nlc,nlcp->nlp", fits, steps[tokens])
+            step = (a * tokens[..., None] + b) % p
+            recurrence = torch.zeros(n, length, p, dtype=torch.float64).scatter_add_(2, step, fits)
         total = recurrence.sum(-1, keepdim=True)
         recurrence = torch.where(total > 0, recurrence / total.clamp(min=1e-300), 1 / p)
         return torch.stack((recurrence, torch.full((n, length, p), 1 / p, dtype=torch.float64)), 2)

@@ -65,7 +65,9 @@ def train(
     for step in _counted(start, recipe.steps, progress, curve):
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(recipe, step)
-        episodes = tunnel.sample(recipe.batch, Generator().manual_seed((recipe.seed << 24) + step))
+        length = episode_length(recipe, tunnel.length, step)
+        batch = recipe.batch * tunnel.length // length
+        episodes = tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
         loss = _loss(tunnel, episodes, forward(model, episodes.tokens), recipe.distilled)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -90,10 +92,17 @@ def train(
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up over `warm_up` steps, then half a cosine down to a tenth of the peak at the last step."""
+    """Linear warm-up over `warm_up` steps, then half a cosine down to a fiftieth of the peak at the last step."""
     warm = min(1.0, (step + 1) / max(1, recipe.warm_up))
     done = max(0.0, (step - recipe.warm_up) / max(1, recipe.steps - recipe.warm_up))
-    return recipe.learning_rate * warm * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return recipe.learning_rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def episode_length(recipe: Recipe, whole: int, step: int) -> int:
+    """Positions of the episodes of `step`: from `first_length` to `whole` over `growth` steps."""
+    if step >= recipe.growth:
+        return whole
+    return min(whole, recipe.first_length + (whole - recipe.first_length) * step // recipe.growth)
 
 
 @torch.no_grad()
