@@ -107,16 +107,25 @@ class BeliefProcess:
     def entropy(self, tokens: Tensor, of: Literal["predictive", "posterior"] = "predictive") -> Tensor:
         return entropy_bits(self.predictive(tokens) if of == "predictive" else self.beliefs(tokens))
 
-    def presentation(self, depth: int, decimals: int = 12) -> Tensor:
-        """The distinct beliefs reachable in at most `depth` symbols, (M, S): the vertices of the mixed-state presentation."""
+    def presentation(self, depth: int, decimals: int = 9) -> Tensor:
+        """The distinct beliefs reachable in at most `depth` symbols, (M, S): vertices of the mixed-state presentation.
+
+        Beliefs equal to `decimals` places count as one.
+        """
+        known: dict[tuple[float, ...], Tensor] = {}
         layer = self.initial[None]
-        found = layer
-        for _ in range(depth):
-            joint = torch.einsum("ms,xst->mxt", layer, self.labelled).reshape(-1, layer.shape[1])
-            mass = joint.sum(-1, keepdim=True)
-            layer = (joint[mass[:, 0] > 0] / mass[mass[:, 0] > 0]).round(decimals=decimals).unique(dim=0)
-            found = torch.cat((found, layer))
-        return (found.round(decimals=decimals) + 0.0).unique(dim=0)
+        for step in range(depth + 1):
+            if step:
+                joint = torch.einsum("ms,xst->mxt", layer, self.labelled).flatten(0, 1)
+                mass = joint.sum(-1, keepdim=True)
+                layer = joint[mass[:, 0] > 0] / mass[mass[:, 0] > 0]
+            places = (layer.round(decimals=decimals) + 0.0).tolist()
+            fresh = {tuple(place): belief for place, belief in zip(places, layer, strict=True) if tuple(place) not in known}
+            if not fresh:
+                break
+            known |= fresh
+            layer = torch.stack(list(fresh.values()))
+        return torch.stack(list(known.values()))
 
     def baselines(self, tokens: Tensor) -> dict[str, Tensor]:
         """Uniform, the stationary symbol frequencies, the marginal per position, and filters that see the last 1/2/3 symbols."""

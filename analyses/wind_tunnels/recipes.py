@@ -46,7 +46,9 @@ SHIPPED = {
     "bijection-distinct": Recipe(
         Shape("llama", 2, 4, 96), steps=5_000, warm_up=200, first_length=7, growth=1_000
     ),
-    "hmm": Recipe(Shape("llama", 3, 4, 96), steps=9_000, warm_up=200, distilled=True),
+    "hmm": Recipe(
+        Shape("llama", 3, 4, 96), steps=9_000, warm_up=200, distilled=True, first_length=20, growth=1_500
+    ),
 }
 
 # Presets and recipes that must keep rotary positions whatever the size.
