@@ -95,7 +95,6 @@ def summary(found: Errors) -> dict[str, float]:
         row[f"{name}_ci"] = Z95 * spread / math.sqrt(len(per_sequence)) if len(per_sequence) else math.nan
     means = (found.entropy.nanmean(0) - found.exact_entropy.nanmean(0)).abs()
     row["entropy_error_of_means"] = float(means.nanmean())
-    row["positions"] = float((~gap.isnan()).sum())
     return row
 
 

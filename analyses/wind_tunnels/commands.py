@@ -6,10 +6,14 @@ Nothing heavy is imported until a command runs. Bad input is one sentence on sta
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Bayesian wind tunnels: tasks with exact posteriors.")
 
@@ -23,6 +27,20 @@ def _one_sentence() -> Iterator[None]:
     except (TunnelError, OSError) as error:
         typer.echo(f"advantage-probe tunnel: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def with_half_widths(figures: "pd.DataFrame") -> "pd.DataFrame":
+    """Every column beside its `_ci` column as "mean ± half-width", five places."""
+    shown = {}
+    for name, column in figures.items():
+        if str(name).endswith("_ci"):
+            continue
+        half = figures.get(f"{name}_ci")
+        if half is None:
+            shown[name] = [f"{value:.5f}" for value in column]
+        else:
+            shown[name] = [f"{value:.5f} ± {width:.5f}" for value, width in zip(column, half, strict=True)]
+    return type(figures)(shown, index=figures.index)
 
 
 @app.command("list")
@@ -45,6 +63,9 @@ def train(
     preset: Annotated[str, typer.Option(help="tiny, small, paper, or shipped (a shipped model's own recipe).")] = "tiny",
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: tunnel-NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False,
+    distilled: Annotated[
+        bool | None, typer.Option("--distilled/--sampled", help="Exact predictives as targets, or draws; default: the preset's.")
+    ] = None,
 ) -> None:
     """Train a model in a tunnel; a killed run continues with --resume and loses one interval at most."""
     with _one_sentence():
@@ -53,8 +74,12 @@ def train(
         from .training import train as run
 
         task, chosen = tunnel(name), recipe(name, preset)
+        targets = ""
+        if distilled is not None:
+            chosen = replace(chosen, distilled=distilled)
+            targets = " --distilled" if distilled else " --sampled"
         folder = Path(f"tunnel-{name}") if out is None else out
-        command = f"advantage-probe tunnel train {name} --preset {preset} --out {folder}"
+        command = f"advantage-probe tunnel train {name} --preset {preset}{targets} --out {folder}"
         shown = sys.stderr.isatty()
         _, curve = run(task, chosen, folder, name=name, command=command, resume=resume, progress=shown)
         last = curve[-1]
@@ -77,7 +102,7 @@ def evaluate(
         result = recompute(model, sequences)
     for title, figures in result.tables.items():
         typer.echo(f"{result.name}: {title} ({sequences} sequences, bits)")
-        typer.echo(figures.to_string(float_format=lambda value: f"{value:.5f}", na_rep="–"))
+        typer.echo(with_half_widths(figures).to_string())
         typer.echo("")
     if positions:
         typer.echo(result.positions.to_string(float_format=lambda value: f"{value:.5f}"))

@@ -68,7 +68,7 @@ def train(
         length = episode_length(recipe, tunnel.length, step)
         batch = recipe.batch * tunnel.length // length
         episodes = tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
-        loss = _loss(tunnel, episodes, forward(model, episodes.tokens), recipe.distilled)
+        loss = objective(tunnel, episodes, forward(model, episodes.tokens), recipe.distilled)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
@@ -96,6 +96,15 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     warm = min(1.0, (step + 1) / max(1, recipe.warm_up))
     done = max(0.0, (step - recipe.warm_up) / max(1, recipe.steps - recipe.warm_up))
     return recipe.learning_rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def objective(tunnel: Tunnel, episodes: Episodes, output: Tensor, distilled: bool) -> Tensor:
+    """Mean cross-entropy in nats of logits (n, L, vocabulary): against the sampled targets, or the exact predictive if `distilled`."""
+    if not distilled:
+        return episodes.loss(output)
+    where = episodes.targets >= 0
+    exact = tunnel.predictive(episodes.tokens)[where].to(output.dtype)
+    return -(exact * output[where].log_softmax(-1)[:, list(tunnel.outcomes)]).sum(-1).mean()
 
 
 def episode_length(recipe: Recipe, whole: int, step: int) -> int:
@@ -130,17 +139,10 @@ def card(name: str, recipe: Recipe, command: str, curve: list[dict[str, float]],
         "recipe": asdict(recipe),
         "parameters": parameter_count(model),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "threads": torch.get_num_threads(),
         "units": {"loss": "nats", "entropy_error": "bits", "kl": "bits"},
         "curve": curve,
     }
-
-
-def _loss(tunnel: Tunnel, episodes: Episodes, output: Tensor, distilled: bool) -> Tensor:
-    if not distilled:
-        return episodes.loss(output)
-    where = episodes.targets >= 0
-    exact = tunnel.predictive(episodes.tokens)[where].to(output.dtype)
-    return -(exact * output[where].log_softmax(-1)[:, list(tunnel.outcomes)]).sum(-1).mean()
 
 
 def _decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
