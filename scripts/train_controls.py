@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Train the attention-free controls of shipped tunnels and write their figures: scripts/train_controls.py FOLDER NAME …."""
+"""Train the attention-free controls of shipped tunnels and write their figures: scripts/train_controls.py FOLDER NAME
+….
+"""
 
 import json
 import sys
@@ -14,7 +16,9 @@ from advantage_probe.analyses.wind_tunnels.registry import tunnel
 
 
 def main() -> None:
-    """One JSON per tunnel: final figures of every learning rate, the best of each kind on fresh sequences, and its KL per position."""
+    """One JSON per tunnel: final figures of every learning rate, the best of each kind on fresh sequences, and its KL
+    per position.
+    """
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,12 @@
 """Associative recall: noisy key–value pairs, then questions about keys shown once, again, or never.
 
-Every key holds one value, uniform and independent. A presentation shows it, except that with probability ε it shows one of the others; keys
-are drawn afresh for every presentation, so that some come several times and their evidence adds up. After the pairs come questions, bare keys
-of which some are absent; the answer is the value the key truly holds, which a single flipped presentation does not settle.
+Every key holds one value, uniform and independent. A presentation shows it, except that with probability ε it shows
+one of the others; keys are drawn afresh for every presentation, so that some come several times and their evidence
+adds up. After the pairs come questions, bare keys of which some are absent; the answer is the value the key truly
+holds, which a single flipped presentation does not settle.
 
-Shapes: n episodes, L tokens (k₁ v₁ … k_P v_P, then questions), K keys, W values. Keys are tokens 0…K−1, values K…K+W−1.
+Shapes: n episodes, L tokens (k₁ v₁ … k_P v_P, then questions), K keys, W values. Keys are tokens 0…K−1, values
+K…K+W−1.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ from .registry import register
 
 @dataclass(frozen=True)
 class AssociativeRecall:
-    """`pairs` P presentations and `questions`; `flip` ε; a question is about an absent key with probability `absent` where one exists."""
+    """`pairs` P presentations and `questions`; `flip` ε; a question is about an absent key with probability `absent`
+    where one exists.
+    """
 
     keys: int = 16
     values: int = 8
@@ -55,7 +59,9 @@ class AssociativeRecall:
         return 2 * self.pairs + self.questions
 
     def sample(self, n: int, generator: Generator, length: int | None = None) -> Episodes:
-        """n episodes; questions are supervised with the true value of their key. A longer `length` asks more questions."""
+        """n episodes; questions are supervised with the true value of their key. A longer `length` asks more
+        questions.
+        """
         length = self.length if length is None else length
         asked = max(0, length - 2 * self.pairs)
         table = torch.randint(self.values, (n, self.keys), generator=generator)
@@ -67,7 +73,9 @@ class AssociativeRecall:
         wants_absent = torch.rand(n, asked, generator=generator) < self.absent
         all_present = present.sum(-1) == self.keys
         pick = torch.rand(n, asked, self.keys, generator=generator, dtype=torch.float64) + 1e-9
-        eligible = torch.where((wants_absent & ~all_present[:, None])[..., None], 1 - present[:, None], present[:, None])
+        eligible = torch.where(
+            (wants_absent & ~all_present[:, None])[..., None], 1 - present[:, None], present[:, None]
+        )
         questions = (pick * eligible).argmax(-1)
         pairs = torch.stack((shown, values + self.keys), -1).flatten(1)
         tokens = torch.cat((pairs, questions), 1)[:, :length].contiguous()
@@ -95,7 +103,9 @@ class AssociativeRecall:
         return entropy_bits(self.posterior(tokens).values).sum(-1)
 
     def baselines(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Uniform (the best constant and position, by symmetry), the last 1/2/3 pairs, and no binding: every value shown, whatever its key."""
+        """Uniform (the best constant and position, by symmetry), the last 1/2/3 pairs, and no binding: every value
+        shown, whatever its key.
+        """
         keys, values = self._read(tokens)
         truth = self._answer(tokens, keys, values, bound=True)
         rivals = {"uniform": uniform_like(truth), "constant": uniform_like(truth), "position": uniform_like(truth)}

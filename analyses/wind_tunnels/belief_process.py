@@ -1,7 +1,8 @@
 """Belief-state processes: Mess3 and RRXOR, whose exact beliefs draw known pictures in the simplex.
 
-A process is a set of symbol-labelled matrices T[x][i, j] = P(emit x, go to j | state i). Its mixed-state presentation is the chain of
-beliefs η → η T[x] / (η T[x] 1); a transformer trained on next symbols is expected to hold η (Shai et al. 2024, arXiv 2405.15943).
+A process is a set of symbol-labelled matrices T[x][i, j] = P(emit x, go to j | state i). Its mixed-state presentation
+is the chain of beliefs η → η T[x] / (η T[x] 1); a transformer trained on next symbols is expected to hold η (Shai et
+al. 2024, arXiv 2405.15943).
 
 Shapes: n episodes, L tokens, S states, X symbols.
 """
@@ -22,7 +23,9 @@ from .registry import register
 
 @dataclass(frozen=True)
 class BeliefProcess:
-    """`labelled` (X, S, S): P(emit x, go to column | row). Episodes start from the stationary distribution unless `initial` (S) is given."""
+    """`labelled` (X, S, S): P(emit x, go to column | row). Episodes start from the stationary distribution unless
+    `initial` (S) is given.
+    """
 
     labelled: Tensor
     states: tuple[str, ...] = ()
@@ -45,7 +48,8 @@ class BeliefProcess:
 
     @classmethod
     def mess3(cls, clarity: float = 0.85, exchange: float = 0.05, length: int = 10) -> "BeliefProcess":
-        """Three states; state i shows symbol i with probability `clarity` and moves to each other state with probability `exchange`.
+        """Three states; state i shows symbol i with probability `clarity` and moves to each other state with
+        probability `exchange`.
 
         With the defaults the entries are .765, .0425, .00375 and .0675 (Shai et al. 2024, appendix on Mess3).
         """
@@ -56,7 +60,9 @@ class BeliefProcess:
 
     @classmethod
     def rrxor(cls, length: int = 10) -> "BeliefProcess":
-        """Two random bits, then their exclusive or, again and again; five states: start, after 0, after 1, one due, nought due."""
+        """Two random bits, then their exclusive or, again and again; five states: start, after 0, after 1, one due,
+        nought due.
+        """
         labelled = torch.zeros(2, 5, 5, dtype=torch.float64)
         start, zero, one, due_one, due_zero = range(5)
         labelled[0, start, zero] = labelled[1, start, one] = 0.5
@@ -120,7 +126,9 @@ class BeliefProcess:
                 mass = joint.sum(-1, keepdim=True)
                 layer = joint[mass[:, 0] > 0] / mass[mass[:, 0] > 0]
             places = (layer.round(decimals=decimals) + 0.0).tolist()
-            fresh = {tuple(place): belief for place, belief in zip(places, layer, strict=True) if tuple(place) not in known}
+            fresh = {
+                tuple(place): belief for place, belief in zip(places, layer, strict=True) if tuple(place) not in known
+            }
             if not fresh:
                 break
             known |= fresh
@@ -128,7 +136,9 @@ class BeliefProcess:
         return torch.stack(list(known.values()))
 
     def baselines(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Uniform, the stationary symbol frequencies, the marginal per position, and filters that see the last 1/2/3 symbols."""
+        """Uniform, the stationary symbol frequencies, the marginal per position, and filters that see the last 1/2/3
+        symbols.
+        """
         truth = self.predictive(tokens)
         emission = self.labelled.sum(-1).T
         start = [self.initial]
@@ -144,7 +154,9 @@ class BeliefProcess:
             rows = []
             for t in range(tokens.shape[1]):
                 first = max(0, t - window + 1)
-                rows.append(self._walk(start[first].expand(len(tokens), -1), tokens[:, first : t + 1])[:, -1] @ emission)
+                rows.append(
+                    self._walk(start[first].expand(len(tokens), -1), tokens[:, first : t + 1])[:, -1] @ emission
+                )
             rivals[f"last {window} symbols"] = torch.stack(rows, 1)
         return rivals
 
@@ -165,10 +177,14 @@ class BeliefProcess:
 
 
 def stationary(transition: Rows) -> Tensor:
-    """The stationary distribution (S) of an ergodic chain (S, S), periodic or not; raises `BadMatrix` where it is not unique."""
+    """The stationary distribution (S) of an ergodic chain (S, S), periodic or not; raises `BadMatrix` where it is not
+    unique.
+    """
     transition = check_rows(transition, "transition")
     count = len(transition)
-    system = torch.cat((transition.T - torch.eye(count, dtype=torch.float64), torch.ones(1, count, dtype=torch.float64)))
+    system = torch.cat(
+        (transition.T - torch.eye(count, dtype=torch.float64), torch.ones(1, count, dtype=torch.float64))
+    )
     if torch.linalg.matrix_rank(system) < count:
         raise BadMatrix("several stationary distributions exist: give `initial`")
     right = torch.zeros(count + 1, 1, dtype=torch.float64)

@@ -1,9 +1,10 @@
 """Is the exact posterior written in the residual stream, linearly, and by the training?
 
-An affine probe maps the residual stream of one layer, or of all layers side by side, to the exact posterior. Splitting by sequence leaks:
-most short prefixes recur, so the split is by *prefix*: all positions that share their first six tokens lie on one side, and only later
-positions are reported. A good R² alone means little, so the same probe also runs on an untrained network of the same shape, on one-hot windows
-of the last tokens, on the exact next-token predictive, on shuffled beliefs and on random subspaces of the stream.
+An affine probe maps the residual stream of one layer, or of all layers side by side, to the exact posterior. Splitting
+by sequence leaks: most short prefixes recur, so the split is by *prefix*: all positions that share their first six
+tokens lie on one side, and only later positions are reported. A good R² alone means little, so the same probe also
+runs on an untrained network of the same shape, on one-hot windows of the last tokens, on the exact next-token
+predictive, on shuffled beliefs and on random subspaces of the stream.
 
 Shapes: n sequences, L positions, W residual width, F features, P posterior entries, N kept positions.
 """
@@ -29,7 +30,8 @@ PREFIX = 6
 
 @dataclass(frozen=True)
 class BeliefProbe:
-    """`scores`: one row per probed source with held-out `r2` and `mse`; `subspaces` (200) R² of random subspaces of the last layer.
+    """`scores`: one row per probed source with held-out `r2` and `mse`; `subspaces` (200) R² of random subspaces of
+    the last layer.
 
     `truth` and `predicted` (N, P) are the held-out beliefs and the all-layer probe's reading of them, for pictures.
     """
@@ -49,7 +51,7 @@ def residual_streams(model: nn.Module, tokens: Tensor, chunk: int = 512) -> list
         if part.dim() == 2:
             output = model(input_ids=part, output_hidden_states=True)
         else:
-            width = model.get_input_embeddings().embedding_dim  # type: ignore[operator,union-attr]
+            width = model.get_input_embeddings().embedding_dim  # type: ignore[operator]
             padded = functional.pad(part, (0, width - part.shape[-1]))
             output = model(inputs_embeds=padded, output_hidden_states=True)
         found.append([stream.double() for stream in output.hidden_states[1:]])
@@ -68,11 +70,14 @@ def prefix_sides(tokens: Tensor, generator: Generator, prefix: int = PREFIX, sha
     return (order < share * groups)[group]
 
 
-def affine_fit(features: Tensor, beliefs: Tensor, train: Tensor, ridge: float = 1e-6) -> tuple[Tensor, dict[str, float]]:
-    """Fit beliefs (N, P) ≈ features (N, F) · A + c on `train` rows; readings of the others, and their R² and mean squared error.
+def affine_fit(
+    features: Tensor, beliefs: Tensor, train: Tensor, ridge: float = 1e-6
+) -> tuple[Tensor, dict[str, float]]:
+    """Fit beliefs (N, P) ≈ features (N, F) · A + c on `train` rows; readings of the others, and their R² and mean
+    squared error.
 
-    R² = 1 − Σ‖error‖² / Σ‖belief − mean of the held-out beliefs‖², over all coordinates together. Features are standardised on the training rows;
-    the small ridge only settles directions that carry nothing.
+    R² = 1 − Σ‖error‖² / Σ‖belief − mean of the held-out beliefs‖², over all coordinates together. Features are
+    standardised on the training rows; the small ridge only settles directions that carry nothing.
     """
     centre, scale = features[train].mean(0), features[train].std(0)
     scaled = (features - centre) / torch.where(scale > 1e-12, scale, 1.0)
@@ -145,7 +150,8 @@ def one_hot_window(tokens: Tensor, window: int, vocabulary: int) -> Tensor:
 
 
 def simplex_picture(probe: BeliefProbe, path: Path | None = None) -> "Figure":
-    """Two panels, exact beliefs and the probe's reading, coloured by the exact belief; returns the figure and writes `path` if given.
+    """Two panels, exact beliefs and the probe's reading, coloured by the exact belief; returns the figure and writes
+    `path` if given.
 
     Three states are drawn in their triangle, more in the first two principal axes of the exact beliefs.
     """

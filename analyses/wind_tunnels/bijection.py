@@ -1,10 +1,12 @@
 """Bijection: key–value pairs of a fresh permutation; what does the next key map to?
 
-Two forms. With `repeats` > 0 keys may come again, so that key and value must be bound and entropy differs within one position: 0 bits for
-a key already shown, log2(V − d) after d distinct pairs otherwise. With `repeats` = 0 (the papers' form) every key is new: the posterior
-depends on the set of used values only, and its entropy on the position only, so that a model can be calibrated without binding anything.
+Two forms. With `repeats` > 0 keys may come again, so that key and value must be bound and entropy differs within one
+position: 0 bits for a key already shown, log2(V − d) after d distinct pairs otherwise. With `repeats` = 0 (the papers'
+form) every key is new: the posterior depends on the set of used values only, and its entropy on the position only, so
+that a model can be calibrated without binding anything.
 
-Shapes: n episodes, L tokens (k₁ v₁ k₂ v₂ … k_P: P keys, the last value not shown), V symbols. Keys are tokens 0…V−1, values V…2V−1.
+Shapes: n episodes, L tokens (k₁ v₁ k₂ v₂ … k_P: P keys, the last value not shown), V symbols. Keys are tokens 0…V−1,
+values V…2V−1.
 """
 
 import math
@@ -78,7 +80,9 @@ class Bijection:
         return Episodes(tokens, targets, {"permutation": permutation}, self.outcomes)
 
     def predictive(self, tokens: Tensor) -> Tensor:
-        """(n, L, V): at a key, one-hot on its value if shown before, else uniform over the unused values; NaN at values."""
+        """(n, L, V): at a key, one-hot on its value if shown before, else uniform over the unused values; NaN at
+        values.
+        """
         keys, values = self._read(tokens)
         return self._answers(tokens, keys, values, window=None)
 
@@ -107,7 +111,9 @@ class Bijection:
         return torch.lgamma((self.symbols - counts + 1).double()) / LN2 + 0.0
 
     def baselines(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Uniform (also the best constant and the best per position, by symmetry), the last 1/2/3 pairs, and no binding."""
+        """Uniform (also the best constant and the best per position, by symmetry), the last 1/2/3 pairs, and no
+        binding.
+        """
         keys, values = self._read(tokens)
         truth = self._answers(tokens, keys, values, window=None)
         rivals = {"uniform": uniform_like(truth), "constant": uniform_like(truth), "position": uniform_like(truth)}

@@ -33,9 +33,9 @@ def asked(predictive: Tensor) -> Tensor:
     return ~predictive.isnan().any(-1)
 
 
-def never_asked(n: int, length: int, outcomes: int) -> Tensor:
-    """An (n, L, O) float64 table that asks nothing yet."""
-    return torch.full((n, length, outcomes), math.nan, dtype=torch.float64)
+def never_asked(*shape: int) -> Tensor:
+    """A float64 table of `shape` (n, L, O) that asks nothing yet."""
+    return torch.full(shape, math.nan, dtype=torch.float64)
 
 
 def uniform_like(predictive: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """How far a model's probabilities are from the exact predictive, in bits, with every trivial rival in the rows above.
 
-Two entropy errors go under their own names because they differ: `entropy_error` is mean |H_model − H_exact| over sequences and supervised
-positions; `entropy_error_of_means` first averages entropies over sequences and then takes |·| per position, so that signed errors cancel.
-Model probabilities are renormalised over the outcomes; the mass outside them is reported. The sampling unit of intervals is the sequence.
+Two entropy errors go under their own names because they differ: `entropy_error` is mean |H_model − H_exact| over
+sequences and supervised positions; `entropy_error_of_means` first averages entropies over sequences and then takes |·|
+per position, so that signed errors cancel. Model probabilities are renormalised over the outcomes; the mass outside
+them is reported. The sampling unit of intervals is the sequence.
 
 Shapes: n sequences, L positions, O outcomes.
 """
@@ -28,8 +29,8 @@ Z95 = 1.959963984540054
 class Errors:
     """Errors of one set of probabilities against the exact predictive, all (n, L), NaN where nothing is asked.
 
-    `entropy` and `exact_entropy` in bits, `kl` = KL(exact ‖ rows) in bits, `variation` total variation, `outside` the probability that
-    fell on no outcome before renormalising.
+    `entropy` and `exact_entropy` in bits, `kl` = KL(exact ‖ rows) in bits, `variation` total variation, `outside` the
+    probability that fell on no outcome before renormalising.
     """
 
     entropy: Tensor
@@ -69,7 +70,9 @@ def model_rows(
 def errors(rows: Tensor, truth: Tensor, outside: Tensor | None = None) -> Errors:
     """Compare (n, L, O) `rows` with the exact predictive `truth`."""
     if rows.shape != truth.shape:
-        raise TunnelError(f"probabilities {tuple(rows.shape)} and the exact predictive {tuple(truth.shape)} differ in shape")
+        raise TunnelError(
+            f"probabilities {tuple(rows.shape)} and the exact predictive {tuple(truth.shape)} differ in shape"
+        )
     where = asked(truth)
     outside = torch.zeros(where.shape, dtype=torch.float64) if outside is None else outside
     found = Errors(
@@ -106,7 +109,9 @@ def table(
     `keep` (n, L) restricts all rows to the same positions. A NaN-free index named "who" puts the rivals first.
     """
     truth = tunnel.predictive(episodes.tokens)
-    scored: dict[str, Errors] = {name: errors(rival, truth) for name, rival in tunnel.baselines(episodes.tokens).items()}
+    scored: dict[str, Errors] = {
+        name: errors(rival, truth) for name, rival in tunnel.baselines(episodes.tokens).items()
+    }
     scored |= {name: errors(found, truth, outside) for name, (found, outside) in rows.items()}
     if keep is not None:
         scored = {name: found.where(keep) for name, found in scored.items()}
@@ -115,7 +120,9 @@ def table(
 
 
 def by_position(found: Errors) -> pd.DataFrame:
-    """Per position: exact and model entropy, |difference|, KL, total variation, outside mass, and 95 % half-widths over sequences."""
+    """Per position: exact and model entropy, |difference|, KL, total variation, outside mass, and 95 % half-widths
+    over sequences.
+    """
     gap = (found.entropy - found.exact_entropy).abs()
     columns = {
         "exact_entropy": found.exact_entropy,

@@ -1,7 +1,7 @@
 """Files of a run, written so that a kill at any moment leaves the previous or the next one whole, never a torn one.
 
-A run's folder holds `run.pt` (weights, optimiser, step, curve: what resuming needs) and, once finished, `model.safetensors` with
-`card.json` beside it (what reading needs: tunnel, recipe, shape, command and log figures).
+A run's folder holds `run.pt` (weights, optimiser, step, curve: what resuming needs) and, once finished,
+`model.safetensors` with `card.json` beside it (what reading needs: tunnel, recipe, shape, command and log figures).
 """
 
 import json
@@ -80,7 +80,9 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             if parameter.shape != tensors[name].shape:
-                raise UnusableCheckpoint(f"{folder}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}")
+                raise UnusableCheckpoint(
+                    f"{folder}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}"
+                )
             parameter.copy_(tensors[name])
 
 

@@ -1,6 +1,7 @@
 """`advantage-probe tunnel`: list the tunnels, train in one, recompute a trained model's figures.
 
-Nothing heavy is imported until a command runs. Bad input is one sentence on standard error and exit code 2; a check that failed is 1.
+Nothing heavy is imported until a command runs. Bad input is one sentence on standard error and exit code 2; a check
+that failed is 1.
 """
 
 import sys
@@ -15,7 +16,9 @@ import typer
 if TYPE_CHECKING:
     import pandas as pd
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Bayesian wind tunnels: tasks with exact posteriors.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Bayesian wind tunnels: tasks with exact posteriors."
+)
 
 
 @contextmanager
@@ -37,7 +40,7 @@ def with_half_widths(figures: "pd.DataFrame") -> "pd.DataFrame":
             continue
         half = figures.get(f"{name}_ci")
         if half is None:
-            shown[name] = [f"{value:.5f}" for value in column]
+            shown[name] = ["–" if value != value else f"{value:.5f}" for value in column]
         else:
             shown[name] = [f"{value:.5f} ± {width:.5f}" for value, width in zip(column, half, strict=True)]
     return type(figures)(shown, index=figures.index)
@@ -60,11 +63,14 @@ def list_tunnels() -> None:
 @app.command()
 def train(
     name: Annotated[str, typer.Argument(help="A tunnel of `list`.")],
-    preset: Annotated[str, typer.Option(help="tiny, small, paper, or shipped (a shipped model's own recipe).")] = "tiny",
+    preset: Annotated[
+        str, typer.Option(help="tiny, small, paper, or shipped (a shipped model's own recipe).")
+    ] = "tiny",
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: tunnel-NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False,
     distilled: Annotated[
-        bool | None, typer.Option("--distilled/--sampled", help="Exact predictives as targets, or draws; default: the preset's.")
+        bool | None,
+        typer.Option("--distilled/--sampled", help="Exact predictives as targets, or draws; default: the preset's."),
     ] = None,
 ) -> None:
     """Train a model in a tunnel; a killed run continues with --resume and loses one interval at most."""
@@ -95,13 +101,13 @@ def evaluate(
     sequences: Annotated[int, typer.Option(min=64, help="Fresh held-out sequences.")] = 2_000,
     positions: Annotated[bool, typer.Option("--positions", help="Also print the table per position.")] = False,
 ) -> None:
-    """Recompute a model's figures, every trivial rival in the rows above; exit code 1 if a check fails."""
+    """Recompute a model's figures (bits), every trivial rival in the rows above; exit code 1 if a check fails."""
     with _one_sentence():
         from .shipped import evaluate as recompute
 
         result = recompute(model, sequences)
     for title, figures in result.tables.items():
-        typer.echo(f"{result.name}: {title} ({sequences} sequences, bits)")
+        typer.echo(f"{result.name}: {title} ({sequences} sequences)")
         typer.echo(with_half_widths(figures).to_string())
         typer.echo("")
     if positions:

@@ -1,7 +1,7 @@
 """Conjugate counts: a die of unknown bias, the one tunnel whose hypotheses are continuous.
 
-The bias is Dirichlet(concentration); after counts c the posterior is Dirichlet(concentration + c), the next throw falls on face k with
-probability (concentration_k + c_k) / Σ. A coin is K = 2.
+The bias is Dirichlet(concentration); after counts c the posterior is Dirichlet(concentration + c), the next throw
+falls on face k with probability (concentration_k + c_k) / Σ. A coin is K = 2.
 
 Shapes: n episodes, L throws, K faces.
 """

@@ -1,8 +1,9 @@
-"""What a tunnel is worth: rivals without attention, trained on the same data for as many steps with as many parameters.
+"""What a tunnel is worth: rivals without attention, trained on the same data for as many steps with as many
+parameters.
 
-A per-position network sees one token and its place; where answers depend on earlier tokens its floor is the uniform row. A network on the
-flattened prefix sees everything and has no way to compare. An LSTM accumulates. Each is sized to within two per cent of the transformer's
-parameters, and the best of three learning rates counts.
+A per-position network sees one token and its place; where answers depend on earlier tokens its floor is the uniform
+row. A network on the flattened prefix sees everything and has no way to compare. An LSTM accumulates. Each is sized to
+within two per cent of the transformer's parameters, and the best of three learning rates counts.
 
 Shapes: n episodes, L positions, e embedding width, h hidden width.
 """

@@ -1,10 +1,12 @@
 """Hidden Markov models with fresh matrices for every sequence, announced in a header of numbers.
 
-The header lists the transition rows, then the emission rows, on a grid; the truth is computed from those numbers, never from the draw
-behind them, so the model has all it needs. A number's token says which entry it is (entry e of value g is token e·(G+1) + g), which leaves
-attention free to look entries up by content at any distance: lengths beyond training then need no new positions.
+The header lists the transition rows, then the emission rows, on a grid; the truth is computed from those numbers,
+never from the draw behind them, so the model has all it needs. A number's token says which entry it is (entry e of
+value g is token e·(G+1) + g), which leaves attention free to look entries up by content at any distance: lengths
+beyond training then need no new positions.
 
-Shapes: n episodes, M = S² + S·X header numbers, L tokens (header, then observations), S states, X symbols, G grid steps in one.
+Shapes: n episodes, M = S² + S·X header numbers, L tokens (header, then observations), S states, X symbols, G grid
+steps in one.
 """
 
 import math
@@ -24,7 +26,9 @@ from .registry import register
 
 @dataclass(frozen=True)
 class FreshHiddenMarkov:
-    """`stickiness`·I + (1 − stickiness)·Dirichlet(1) transitions, Dirichlet(1) emissions, on a `grid`; uniform initial state."""
+    """`stickiness`·I + (1 − stickiness)·Dirichlet(1) transitions, Dirichlet(1) emissions, on a `grid`; uniform initial
+    state.
+    """
 
     states: int = 3
     symbols: int = 3
@@ -78,9 +82,7 @@ class FreshHiddenMarkov:
         initial = torch.full((self.states,), 1 / self.states, dtype=torch.float64)
         counts = torch.cat((transition.flatten(1), emission.flatten(1)), 1)
         numbers = counts + torch.arange(self.header) * (self.parts + 1)
-        states, symbols = draw_chain(
-            initial, transition / self.parts, emission / self.parts, n, steps + 1, generator
-        )
+        states, symbols = draw_chain(initial, transition / self.parts, emission / self.parts, n, steps + 1, generator)
         start = self.header * (self.parts + 1)
         tokens = torch.cat((numbers, symbols[:, :steps] + start), 1)[:, :length].contiguous()
         targets = torch.full(tokens.shape, -1)
@@ -92,7 +94,9 @@ class FreshHiddenMarkov:
         counts = tokens[:, : self.header] - torch.arange(min(self.header, tokens.shape[1])) * (self.parts + 1)
         misplaced = ((counts < 0) | (counts > self.parts)).any(1)
         if misplaced.any():
-            raise MalformedTokens(f"row {int(misplaced.nonzero()[0])}: the header must list its {self.header} numbers in order")
+            raise MalformedTokens(
+                f"row {int(misplaced.nonzero()[0])}: the header must list its {self.header} numbers in order"
+            )
         if tokens.shape[1] < self.header:
             raise MalformedTokens(f"{tokens.shape[1]} tokens end inside the header of {self.header} numbers")
         numbers = counts.double() * self.grid
@@ -120,7 +124,9 @@ class FreshHiddenMarkov:
         return entropy_bits(self.predictive(tokens) if of == "predictive" else self.posterior(tokens).values)
 
     def baselines(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Uniform (also the best constant and position, by symmetry) and filters that read the header but see the last 1/2/3 observations."""
+        """Uniform (also the best constant and position, by symmetry) and filters that read the header but see the last
+        1/2/3 observations.
+        """
         truth = self.predictive(tokens)
         rivals = {"uniform": uniform_like(truth), "constant": uniform_like(truth), "position": uniform_like(truth)}
         for window in (1, 2, 3):

@@ -1,7 +1,7 @@
 """A hidden Markov model with given matrices: filtering posterior over states, predictive over the next symbol.
 
-Rows are the conditioning state: transition[s] is P(next | s), emission[s] is P(symbol | s). The first observation is met without a
-transition. Zeros are allowed anywhere but must leave every state reachable.
+Rows are the conditioning state: transition[s] is P(next | s), emission[s] is P(symbol | s). The first observation is
+met without a transition. Zeros are allowed anywhere but must leave every state reachable.
 
 Shapes: n episodes, L observations, S states, X symbols.
 """
@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from .bits import constant_like, entropy_bits, uniform_like
 from .errors import BadMatrix, MalformedTokens
-from .filtering import check_reachable, check_rows, draw, forward, marginals, windowed
+from .filtering import check_reachable, check_rows, draw, forward_symbols, marginals, windowed
 from .protocol import Beliefs, Episodes
 from .registry import register
 
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HiddenMarkov:
-    """`initial` (S), `transition` (S, S), `emission` (S, X). `asks` for the "next" symbol or for the "state" behind the present one.
+    """`initial` (S), `transition` (S, S), `emission` (S, X). `asks` for the "next" symbol or for the "state" behind
+    the present one.
 
-    Raises `BadMatrix` naming the row for rows that are negative, NaN or off one by more than 1e-6, and for unreachable states.
+    Raises `BadMatrix` naming the row for rows that are negative, NaN or off one by more than 1e-6, and for unreachable
+    states.
     """
 
     initial: Tensor
@@ -80,8 +82,9 @@ class HiddenMarkov:
 
         Raises `ImpossibleObservation` naming row and step.
         """
-        beliefs, scales = forward(self.initial, self.transition, self._likelihood(observations))
-        return beliefs, scales.cumsum(-1)
+        self._check(observations)
+        beliefs, scales = forward_symbols(self.initial, self.transition, self.emission, observations)
+        return beliefs, scales.T.cumsum(0).T
 
     def predictive(self, tokens: Tensor) -> Tensor:
         """(n, L, X): P(o_{t+1} | o_1…o_t), or with asks="state" (n, L, S): P(s_t | o_1…o_t)."""
@@ -94,10 +97,12 @@ class HiddenMarkov:
         return entropy_bits(self.predictive(tokens) if of == "predictive" else self.posterior(tokens).values)
 
     def baselines(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Uniform, the mean over positions, the marginal per position, and filters that see the last 1/2/3 observations."""
+        """Uniform, the mean over positions, the marginal per position, and filters that see the last 1/2/3
+        observations.
+        """
         truth = self.predictive(tokens)
         by_position = self._answer(marginals(self.initial, self.transition, tokens.shape[1]))
-        likelihood = self._likelihood(tokens)
+        likelihood = self.emission.T[tokens]
         rivals = {
             "uniform": uniform_like(truth),
             "constant": constant_like(truth, by_position.mean(0)),
@@ -111,12 +116,12 @@ class HiddenMarkov:
     def _answer(self, beliefs: Tensor) -> Tensor:
         return beliefs if self.asks == "state" else beliefs @ self.transition @ self.emission
 
-    def _likelihood(self, observations: Tensor) -> Tensor:
-        outside = (observations < 0) | (observations >= self.emission.shape[1])
-        if bool(outside.any()):
+    def _check(self, observations: Tensor) -> None:
+        low, high = observations.aminmax()
+        if low < 0 or high >= self.emission.shape[1]:
+            outside = (observations < 0) | (observations >= self.emission.shape[1])
             row = int(outside.any(1).nonzero()[0])
             raise MalformedTokens(f"row {row}: observations are 0…{self.emission.shape[1] - 1}")
-        return self.emission.T.contiguous()[observations]
 
 
 def draw_chain(
@@ -136,7 +141,7 @@ def draw_chain(
 
 @register("hmm-fixed")
 def hmm_fixed() -> HiddenMarkov:
-    """Three states, one of them silent about itself, with a forbidden transition."""
+    """Three states, two forbidden transitions and one symbol that a state never shows."""
     return HiddenMarkov(
         torch.tensor([0.6, 0.3, 0.1]),
         torch.tensor([[0.8, 0.2, 0.0], [0.1, 0.7, 0.2], [0.3, 0.0, 0.7]]),

@@ -1,8 +1,9 @@
 """Model selection: which of two classes of hypotheses made this sequence?
 
-A contest supplies the mathematics of its two classes; this file turns evidence into class posteriors, Bayes factors and predictives.
-`posterior` conditions on exactly what the model sees. With opaque tokens the relabelling is hidden from both; what a reader who was told
-it would believe is `posterior(tokens, informed=relabelling)`, for comparison only.
+A contest supplies the mathematics of its two classes; this file turns evidence into class posteriors, Bayes factors
+and predictives. `posterior` conditions on exactly what the model sees. With opaque tokens the relabelling is hidden
+from both; what a reader who was told it would believe is `posterior(tokens, informed=relabelling)`, for comparison
+only.
 
 Shapes: n episodes, L tokens, V symbols, C = 2 classes, O outcomes (C, or V when the next symbol is asked).
 """
@@ -24,8 +25,9 @@ from .registry import register
 
 @dataclass(frozen=True)
 class ModelSelection:
-    """`asks` for the class or for the next symbol; `opaque` relabels every episode's symbols; only the first `horizon` questions of an
-    episode are supervised (None: all), so that what was never trained can be measured too."""
+    """`asks` for the class or for the next symbol; `opaque` relabels every episode's symbols; only the first `horizon`
+    questions of an episode are supervised (None: all), so that what was never trained can be measured too.
+    """
 
     contest: PermutationContest | RecurrenceContest = field(default_factory=PermutationContest)
     asks: Literal["class", "next"] = "class"
@@ -95,7 +97,8 @@ class ModelSelection:
     def posterior(self, tokens: Tensor, informed: Tensor | None = None) -> Beliefs:
         """Class posterior (n, L, C) at every position, prior one half each.
 
-        `informed` (n, V), as in `latents["relabelling"]`, names the opaque token of each integer: the belief of a reader who knows it.
+        `informed` (n, V), as in `latents["relabelling"]`, names the opaque token of each integer: the belief of a
+        reader who knows it.
         """
         return Beliefs(self._evidence(tokens, informed).softmax(-1), "hypotheses")
 
@@ -107,7 +110,9 @@ class ModelSelection:
         return entropy_bits(self.predictive(tokens) if of == "predictive" else self.posterior(tokens).values)
 
     def baselines(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Uniform (by symmetry also the best constant and position), "contradiction seen, else ½", and the last 1/2/3 items alone."""
+        """Uniform (by symmetry also the best constant and position), "contradiction seen, else ½", and the last 1/2/3
+        items alone.
+        """
         evidence = self._evidence(tokens)
         truth = self._answer(tokens, evidence)
         rivals = {"uniform": uniform_like(truth), "constant": uniform_like(truth), "position": uniform_like(truth)}
@@ -138,9 +143,13 @@ class ModelSelection:
             return torch.where(self.contest.class_asked(tokens.shape[1])[:, None], belief, math.nan)
         contest, seen = self._as_seen(tokens, informed)
         following = (belief[..., None] * contest.following(seen)).sum(2)
-        return following if informed is None else following.gather(2, informed.argsort(-1)[:, None].expand_as(following))
+        return (
+            following if informed is None else following.gather(2, informed.argsort(-1)[:, None].expand_as(following))
+        )
 
-    def _as_seen(self, tokens: Tensor, informed: Tensor | None) -> tuple[PermutationContest | RecurrenceContest, Tensor]:
+    def _as_seen(
+        self, tokens: Tensor, informed: Tensor | None
+    ) -> tuple[PermutationContest | RecurrenceContest, Tensor]:
         """The contest and tokens of a reader who was told the relabelling, or not."""
         self.contest.check(tokens)
         if informed is None:

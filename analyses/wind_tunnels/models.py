@@ -1,7 +1,8 @@
 """The transformers that run in tunnels: ordinary Hugging Face models built from a configuration, never downloaded.
 
-They stay `GPT2LMHeadModel` and `LlamaForCausalLM` so that every attention adapter works on them; rotary positions (Llama) where a task
-is to be tried at lengths it was not trained on. Embedded tasks enter through `inputs_embeds`, padded with zeros to the model's width.
+They stay `GPT2LMHeadModel` and `LlamaForCausalLM` so that every attention adapter works on them; rotary positions
+(Llama) where a task is to be tried at lengths it was not trained on. Embedded tasks enter through `inputs_embeds`,
+padded with zeros to the model's width.
 
 Shapes: n episodes, L positions, d input dimensions, W width.
 """
@@ -19,7 +20,9 @@ from .protocol import Tunnel
 
 @dataclass(frozen=True)
 class Shape:
-    """`family` "gpt2" has learned positions, "llama" rotary ones; the feed-forward is 4 widths (gpt2) or matched to that (llama)."""
+    """`family` "gpt2" has learned positions, "llama" rotary ones; the feed-forward is 4 widths (gpt2) or matched to
+    that (llama).
+    """
 
     family: Literal["gpt2", "llama"] = "gpt2"
     layers: int = 2
@@ -45,7 +48,7 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     if tokens.dim() == 2:
         output = model(input_ids=tokens)
     else:
-        width = model.get_input_embeddings().embedding_dim  # type: ignore[operator,union-attr]
+        width = model.get_input_embeddings().embedding_dim  # type: ignore[operator]
         if tokens.shape[-1] > width:
             raise TunnelError(f"inputs of {tokens.shape[-1]} dimensions do not fit a width of {width}")
         padding = (0, width - tokens.shape[-1])

@@ -1,8 +1,9 @@
 """The sticky chain seen through noise: x_t = μ(y_{t−1}) + N(0, I), predict y_t.
 
-This is the embedded task of the papers' gradient-dynamics experiment: eight symbols on a circle, transitions falling with circular
-distance, twenty-dimensional inputs. As released, the self term enters the normaliser first, so that the chain stays with probability
-.3498 and not the nominal .3; the row below repeats that. The exact reader is a hidden Markov filter with Gaussian emissions.
+This is the embedded task of the papers' gradient-dynamics experiment: eight symbols on a circle, transitions falling
+with circular distance, twenty-dimensional inputs. As released, the self term enters the normaliser first, so that the
+chain stays with probability .3498 and not the nominal .3; the row below repeats that. The exact reader is a hidden
+Markov filter with Gaussian emissions.
 
 Shapes: n episodes, L positions, d input dimensions, X symbols.
 """
@@ -69,7 +70,9 @@ class NoisyChain:
             symbols.append(draw(self.transition[symbols[-1]], generator))
         stream = torch.stack(symbols, 1)
         noise = torch.randn(n, length, self.dimensions, generator=generator)
-        return Episodes(self.embedding[stream[:, :-1]] + noise, stream[:, 1:].contiguous(), {"symbols": stream}, self.outcomes)
+        return Episodes(
+            self.embedding[stream[:, :-1]] + noise, stream[:, 1:].contiguous(), {"symbols": stream}, self.outcomes
+        )
 
     def posterior(self, tokens: Tensor) -> Beliefs:
         """P(y_{t−1} | x_1…x_t), (n, L, X)."""

@@ -1,9 +1,10 @@
-"""Involution or three-cycles: two classes of fixed-point-free permutations, told apart by pairs (x, f(x)) of distinct keys.
+"""Involution or three-cycles: two classes of fixed-point-free permutations, told apart by pairs (x, f(x)) of distinct
+keys.
 
-Evidence is a ratio of completions. After some pairs, an involution that fits has m matched couples and (V − 2m − 1)!! completions; a
-product of three-cycles that fits has e₁ components known by one arrow and e₂ known by two or three, leaving r = V − 2e₁ − 3e₂ free points:
-r!/(r − e₁)! ways to close the former and (r − e₁)!/(3^k k!), k = (r − e₁)/3, to arrange the rest. Relabelling the symbols changes nothing, so
-opaque and integer tokens have the same posterior.
+Evidence is a ratio of completions. After some pairs, an involution that fits has m matched couples and (V − 2m − 1)!!
+completions; a product of three-cycles that fits has e₁ components known by one arrow and e₂ known by two or three,
+leaving r = V − 2e₁ − 3e₂ free points: r!/(r − e₁)! ways to close the former and (r − e₁)!/(3^k k!), k = (r − e₁)/3, to
+arrange the rest. Relabelling the symbols changes nothing, so opaque and integer tokens have the same posterior.
 
 Shapes: n episodes, L tokens (x₁ f(x₁) x₂ f(x₂) …), V symbols, C = 2 classes.
 """
@@ -19,7 +20,9 @@ from .errors import MalformedTokens, TunnelError
 
 @dataclass(frozen=True)
 class Arrows:
-    """What n partial permutations have shown: images and preimages (n, V; −1 unknown), component counts and what still fits (n)."""
+    """What n partial permutations have shown: images and preimages (n, V; −1 unknown), component counts and what still
+    fits (n).
+    """
 
     image: Tensor
     preimage: Tensor
@@ -92,7 +95,9 @@ class PermutationContest:
         return tokens[:, :length].contiguous(), {"permutation": permutation}
 
     def evidence(self, tokens: Tensor) -> Tensor:
-        """(n, L, C) log of the share of each class's permutations that fit the pairs up to each token, −∞ where none does."""
+        """(n, L, C) log of the share of each class's permutations that fit the pairs up to each token, −∞ where none
+        does.
+        """
         fits, state = [], self._nothing(len(tokens))
         for t in range(tokens.shape[1]):
             if t % 2:
@@ -142,7 +147,9 @@ class PermutationContest:
         free = (self.symbols - 2 * state.single - 3 * state.triple).double()
         rest = free - state.single
         closings = torch.lgamma(free + 1) - torch.lgamma(rest.clamp(min=0) + 1)
-        arranged = torch.lgamma(rest.clamp(min=0) + 1) - rest / 3 * math.log(3) - torch.lgamma(rest.clamp(min=0) / 3 + 1)
+        arranged = (
+            torch.lgamma(rest.clamp(min=0) + 1) - rest / 3 * math.log(3) - torch.lgamma(rest.clamp(min=0) / 3 + 1)
+        )
         possible = torch.stack((state.is_involution & (left >= 0), state.is_cycles & (rest >= 0)), -1)
         counts = torch.stack((involutions, closings + arranged), -1)
         return torch.where(possible, counts, -math.inf)

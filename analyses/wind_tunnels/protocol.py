@@ -1,7 +1,7 @@
 """What every tunnel offers: a sampler and the exact answer to what the sampler asks.
 
-The exact side reads tokens and nothing else. Latents are carried for the curious; `predictive` and `posterior` never see them, so that
-the truth is always what a perfect reader of the model's own input could know.
+The exact side reads tokens and nothing else. Latents are carried for the curious; `predictive` and `posterior` never
+see them, so that the truth is always what a perfect reader of the model's own input could know.
 
 Shapes: n episodes, L positions, O outcomes, d input dimensions of an embedded task.
 """
@@ -21,9 +21,9 @@ from .errors import MalformedTokens
 class Episodes:
     """Sampled sequences and what the output at each position has to answer.
 
-    `tokens` is (n, L) int64, or (n, L, d) float for embedded tasks: exactly what the model sees. `targets` is (n, L) int64 and indexes
-    `outcomes`; the entry at t is what the output AT t predicts and -1 means not supervised. Already aligned, so never hand it to
-    Hugging Face's `labels=`, which shifts again (training then stalls): use `loss`.
+    `tokens` is (n, L) int64, or (n, L, d) float for embedded tasks: exactly what the model sees. `targets` is (n, L)
+    int64 and indexes `outcomes`; the entry at t is what the output AT t predicts and -1 means not supervised. Already
+    aligned, so never hand it to Hugging Face's `labels=`, which shifts again (training then stalls): use `loss`.
     """
 
     tokens: Tensor
@@ -32,7 +32,9 @@ class Episodes:
     outcomes: tuple[int, ...] = ()
 
     def loss(self, logits: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over supervised positions of `logits` (n, L, vocabulary), softmax over the whole vocabulary."""
+        """Mean cross-entropy in nats over supervised positions of `logits` (n, L, vocabulary), softmax over the whole
+        vocabulary.
+        """
         supervised = self.targets >= 0
         if logits.shape[:2] != self.targets.shape:
             raise MalformedTokens(f"logits {tuple(logits.shape)} do not fit targets {tuple(self.targets.shape)}")
@@ -45,8 +47,8 @@ class Episodes:
 class Beliefs:
     """An exact posterior. `values` is float64 and `kind` says how to read it.
 
-    "hypotheses": (n, L, hypotheses) probabilities; "marginals": (n, L, a, b), rows over b sum to one; "parameters": (n, L, parameters)
-    of a conjugate family.
+    "hypotheses": (n, L, hypotheses) probabilities; "marginals": (n, L, a, b), rows over b sum to one; "parameters":
+    (n, L, parameters) of a conjugate family.
     """
 
     values: Tensor

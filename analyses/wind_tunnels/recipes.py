@@ -10,8 +10,9 @@ from .models import Shape
 class Recipe:
     """Everything that decides a run, besides the tunnel. Learning rate: linear warm-up, then cosine to a fiftieth.
 
-    Episodes may start short: their length grows from `first_length` to the tunnel's own over `growth` steps, with more of them in a batch
-    so that a step sees as many tokens. Binding is learnt from short episodes far sooner than from long ones.
+    Episodes may start short: their length grows from `first_length` to the tunnel's own over `growth` steps, with more
+    of them in a batch so that a step sees as many tokens. Binding is learnt from short episodes far sooner than from
+    long ones.
     """
 
     shape: Shape = field(default_factory=Shape)
@@ -37,18 +38,12 @@ PRESETS = {
 }
 
 SHIPPED = {
-    "bijection-repeats": Recipe(
-        Shape("llama", 2, 4, 96), steps=7_000, warm_up=200, first_length=7, growth=2_000
-    ),
+    "bijection-repeats": Recipe(Shape("llama", 2, 4, 96), steps=7_000, warm_up=200, first_length=7, growth=2_000),
     "mess3": Recipe(Shape("gpt2", 4, 4, 64), steps=6_000, batch=128, warm_up=200),
     "rrxor": Recipe(Shape("gpt2", 4, 4, 64), steps=9_000, batch=128, warm_up=200),
     "selection": Recipe(Shape("llama", 3, 4, 96), steps=7_000, warm_up=200, first_length=6, growth=1_500),
-    "bijection-distinct": Recipe(
-        Shape("llama", 2, 4, 96), steps=5_000, warm_up=200, first_length=7, growth=1_000
-    ),
-    "hmm": Recipe(
-        Shape("llama", 3, 4, 96), steps=9_000, warm_up=200, distilled=True, first_length=20, growth=1_500
-    ),
+    "bijection-distinct": Recipe(Shape("llama", 2, 4, 96), steps=5_000, warm_up=200, first_length=7, growth=1_000),
+    "hmm": Recipe(Shape("llama", 3, 4, 96), steps=9_000, warm_up=200, distilled=True, first_length=20, growth=1_500),
 }
 
 # Presets and recipes that must keep rotary positions whatever the size.
@@ -56,7 +51,9 @@ ROTARY = ("hmm",)
 
 
 def recipe(name: str, preset: str) -> Recipe:
-    """The recipe of tunnel `name` under `preset`: tiny, small, paper or shipped; raises `UnknownTunnel` with the choices."""
+    """The recipe of tunnel `name` under `preset`: tiny, small, paper or shipped; raises `UnknownTunnel` with the
+    choices.
+    """
     if preset == "shipped":
         if name not in SHIPPED:
             raise UnknownTunnel(f"no shipped recipe for {name!r}: choose --preset {', '.join(PRESETS)}")

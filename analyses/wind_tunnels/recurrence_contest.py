@@ -1,8 +1,9 @@
 """A recurrence x → a·x + b (mod p), or independent symbols? Arithmetic tokens, or opaque ones.
 
-With integer tokens three symbols settle a and b, and every further one multiplies the Bayes factor by p: 1, 1, 1, p, p², …. With opaque
-tokens (a fresh relabelling per episode) the model sees only which symbols are equal, so the exact posterior is over equality patterns:
-after five distinct symbols at p = 17 it is .579, where a reader who knew the relabelling would be at .9966.
+With integer tokens three symbols settle a and b, and every further one multiplies the Bayes factor by p: 1, 1, 1, p,
+p², …. With opaque tokens (a fresh relabelling per episode) the model sees only which symbols are equal, so the exact
+posterior is over equality patterns: after five distinct symbols at p = 17 it is .579, where a reader who knew the
+relabelling would be at .9966.
 
 Shapes: n episodes, L tokens, p symbols, C = 2 classes, U distinct equality patterns of orbits.
 """

@@ -1,7 +1,8 @@
 """Trained models that come with the package, and the figures each is held to, recomputed from its weights.
 
-A model's folder holds `model.safetensors` and `card.json`; the card names the tunnel, the recipe and the command. `evaluate` draws fresh
-sequences, prints every rival in the rows above the model, and lists the checks a shipped model has to pass.
+A model's folder holds `model.safetensors` and `card.json`; the card names the tunnel, the recipe and the command.
+`evaluate` draws fresh sequences, prints every rival in the rows above the model, and lists the checks a shipped model
+has to pass.
 
 Shapes: n sequences, L positions, O outcomes.
 """
@@ -41,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`tables` by title, rivals first; `positions` of the model; `checks`, empty for a model that is held to nothing."""
+    """`tables` by title, rivals first; `positions` of the model; `checks`, empty for a model held to nothing."""
 
     name: str
     tables: dict[str, pd.DataFrame]
@@ -72,7 +73,9 @@ def load(name_or_folder: str) -> tuple[Tunnel, nn.Module, dict[str, Any]]:
     try:
         name, shape, seed = card["tunnel"], Shape(**card["recipe"]["shape"]), int(card["recipe"]["seed"])
     except (KeyError, TypeError) as error:
-        raise UnusableCheckpoint(f"{folder / 'card.json'} lacks tunnel, recipe.shape or recipe.seed: {error}") from error
+        raise UnusableCheckpoint(
+            f"{folder / 'card.json'} lacks tunnel, recipe.shape or recipe.seed: {error}"
+        ) from error
     task = tunnel(name)
     model = build(shape, task, seed)
     load_weights(folder, model)
@@ -164,7 +167,11 @@ def _mess3(context: _Context) -> Checked:
     missed = {who: 1 - float(probe.scores.at[f"{who}, {last}", "r2"]) for who in ("trained", "untrained")}
     return [
         Check("KL of the next symbol, bits", context.model_figure("all supervised positions", "kl"), 0.001),
-        Check("1 − R² of the last layer, against a third of the untrained network's", missed["trained"], missed["untrained"] / 3),
+        Check(
+            "1 − R² of the last layer, against a third of the untrained network's",
+            missed["trained"],
+            missed["untrained"] / 3,
+        ),
     ], probe
 
 

@@ -1,7 +1,7 @@
 """Sticky chain: how often does this sequence stay where it is?
 
-Each sequence has its own stickiness, one of a few values with a uniform prior; at every step the symbol stays with that probability or
-moves to one of the others alike. The posterior needs two counts only: stays and moves.
+Each sequence has its own stickiness, one of a few values with a uniform prior; at every step the symbol stays with
+that probability or moves to one of the others alike. The posterior needs two counts only: stays and moves.
 
 Shapes: n episodes, L tokens, X symbols, H stickiness values.
 """
@@ -92,7 +92,9 @@ class StickyChain:
         log_weight = torch.special.xlogy(counts[..., :1], stay) + torch.special.xlogy(counts[..., 1:], 1 - stay)
         impossible = log_weight.isinf().all(-1).any(1)
         if impossible.any():
-            raise ImpossibleObservation(f"row {int(impossible.nonzero()[0])}: no stickiness value permits these symbols")
+            raise ImpossibleObservation(
+                f"row {int(impossible.nonzero()[0])}: no stickiness value permits these symbols"
+            )
         return log_weight.softmax(-1)
 
     def _answer(self, tokens: Tensor, belief: Tensor) -> Tensor:

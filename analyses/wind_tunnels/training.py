@@ -1,8 +1,8 @@
 """Training in a tunnel: fresh episodes at every step, hard sampled targets, resumable at any moment.
 
-The episodes of step t come from a generator seeded with (seed, t), so that a resumed run sees what the uninterrupted one would have seen
-and continues the same curve. Supervision is `Episodes.loss`, never Hugging Face's `labels=`. With `distilled` the target is the exact
-predictive itself instead of one draw from it.
+The episodes of step t come from a generator seeded with (seed, t), so that a resumed run sees what the uninterrupted
+one would have seen and continues the same curve. Supervision is `Episodes.loss`, never Hugging Face's `labels=`. With
+`distilled` the target is the exact predictive itself instead of one draw from it.
 
 Shapes: n episodes, L positions, O outcomes.
 """
@@ -42,9 +42,10 @@ def train(
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Train a model of `recipe.shape` (or `model`) on `tunnel`; returns it in eval mode with the curve.
 
-    Every `interval` steps (default: a fiftieth of the run) the held-out error is appended to the curve and, with a `folder`, the run is
-    saved atomically; `resume` continues from there. A curve row holds step, loss (nats, mean since the row before), entropy_error and kl
-    (bits). Raises `UnusableCheckpoint` if the saved run had other settings, `TunnelError` if the loss stops being finite.
+    Every `interval` steps (default: a fiftieth of the run) the held-out error is appended to the curve and, with a
+    `folder`, the run is saved atomically; `resume` continues from there. A curve row holds step, loss (nats, mean
+    since the row before), entropy_error and kl (bits). Raises `UnusableCheckpoint` if the saved run had other
+    settings, `TunnelError` if the loss stops being finite.
     """
     interval = interval or max(1, recipe.steps // 50)
     model = build(recipe.shape, tunnel, recipe.seed) if model is None else model
@@ -99,7 +100,9 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def objective(tunnel: Tunnel, episodes: Episodes, output: Tensor, distilled: bool) -> Tensor:
-    """Mean cross-entropy in nats of logits (n, L, vocabulary): against the sampled targets, or the exact predictive if `distilled`."""
+    """Mean cross-entropy in nats of logits (n, L, vocabulary): against the sampled targets, or the exact predictive if
+    `distilled`.
+    """
     if not distilled:
         return episodes.loss(output)
     where = episodes.targets >= 0
@@ -118,7 +121,9 @@ def episode_length(recipe: Recipe, whole: int, step: int) -> int:
 def held_out_error(
     model: nn.Module, episodes: Episodes, truth: Tensor, outcomes: tuple[int, ...], forward: Forward = logits
 ) -> tuple[float, float]:
-    """Mean |H_model − H_exact| and mean KL(exact ‖ model), bits, over every asked position, renormalised over the outcomes."""
+    """Mean |H_model − H_exact| and mean KL(exact ‖ model), bits, over every asked position, renormalised over the
+    outcomes.
+    """
     training = model.training
     model.eval()
     rows = forward(model, episodes.tokens)[..., list(outcomes)].double().softmax(-1)

@@ -39,10 +39,15 @@ def test_mess3_has_its_published_entries():
 def test_rrxor_shows_the_exclusive_or_of_two_bits_every_third_symbol():
     process = BeliefProcess.rrxor()
     episodes = process.sample(500, torch.Generator().manual_seed(1), length=12)
-    fits = torch.stack([
-        (episodes.tokens[:, phase:9 + phase:3] ^ episodes.tokens[:, phase + 1:9 + phase:3]
-         == episodes.tokens[:, phase + 2:9 + phase:3]).all(1) for phase in range(3)
-    ])
+    fits = torch.stack(
+        [
+            (
+                episodes.tokens[:, phase : 9 + phase : 3] ^ episodes.tokens[:, phase + 1 : 9 + phase : 3]
+                == episodes.tokens[:, phase + 2 : 9 + phase : 3]
+            ).all(1)
+            for phase in range(3)
+        ]
+    )
     assert fits.any(0).all()
     # Two bits and their xor carry two bits in three symbols.
     long = process.sample(300, torch.Generator().manual_seed(2), length=60)

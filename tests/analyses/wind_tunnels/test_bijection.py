@@ -19,7 +19,9 @@ def by_enumeration(task: Bijection, tokens: list[int]) -> tuple[list[list[float]
         fits = [p for p in everyone if all(p[key] == value for key, value in pairs)]
         marginals.append([[sum(p[k] == v for p in fits) / len(fits) for v in range(symbols)] for k in range(symbols)])
         answers.append(
-            [sum(p[token] == v for p in fits) / len(fits) for v in range(symbols)] if t % 2 == 0 else [math.nan] * symbols
+            [sum(p[token] == v for p in fits) / len(fits) for v in range(symbols)]
+            if t % 2 == 0
+            else [math.nan] * symbols
         )
     return answers, marginals
 
@@ -31,7 +33,9 @@ def test_the_posterior_counts_the_permutations_that_fit(repeats):
     predictive, marginals = task.predictive(tokens), task.posterior(tokens).values
     for row in range(len(tokens)):
         answers, tables = by_enumeration(task, tokens[row].tolist())
-        torch.testing.assert_close(predictive[row], torch.tensor(answers, dtype=torch.float64), atol=1e-12, rtol=0, equal_nan=True)
+        torch.testing.assert_close(
+            predictive[row], torch.tensor(answers, dtype=torch.float64), atol=1e-12, rtol=0, equal_nan=True
+        )
         torch.testing.assert_close(marginals[row], torch.tensor(tables, dtype=torch.float64), atol=1e-12, rtol=0)
 
 

@@ -47,7 +47,7 @@ def test_targets_are_outcomes_and_stand_where_something_is_asked(name):
     assert episodes.targets.max() < len(task.outcomes)
     assert episodes.outcomes == task.outcomes
     if episodes.tokens.dim() == 2:
-        assert 0 <= episodes.tokens.min()
+        assert episodes.tokens.min() >= 0
         assert episodes.tokens.max() < len(task.vocabulary)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from advantage_probe.analyses.wind_tunnels import FreshHiddenMarkov, HiddenMarkov
 from advantage_probe.analyses.wind_tunnels.errors import BadMatrix, ImpossibleObservation, MalformedTokens
-
 from hmmlearn.hmm import CategoricalHMM
 
 
@@ -85,9 +84,7 @@ def test_thousands_of_steps_stay_exact():
 
 
 def test_the_first_observation_is_met_without_a_transition():
-    model = HiddenMarkov(
-        exact([0.9, 0.1]), exact([[0.0, 1.0], [1.0, 0.0]]), exact([[0.5, 0.5], [0.25, 0.75]])
-    )
+    model = HiddenMarkov(exact([0.9, 0.1]), exact([[0.0, 1.0], [1.0, 0.0]]), exact([[0.5, 0.5], [0.25, 0.75]]))
     one = model.filter(torch.tensor([[0]]))
     assert one[0][0, 0].tolist() == pytest.approx([0.45 / 0.475, 0.025 / 0.475], abs=1e-15)
     assert math.exp(one[1][0, 0]) == pytest.approx(0.475, abs=1e-15)
@@ -97,7 +94,9 @@ def test_the_first_observation_is_met_without_a_transition():
     assert math.exp(two[1][0, 1]) == pytest.approx(0.35, abs=1e-15)
     following = model.predictive(torch.tensor([[0]]))[0, 0]
     stay = 0.45 / 0.475
-    assert following.tolist() == pytest.approx([stay * 0.25 + (1 - stay) * 0.5, stay * 0.75 + (1 - stay) * 0.5], abs=1e-15)
+    assert following.tolist() == pytest.approx(
+        [stay * 0.25 + (1 - stay) * 0.5, stay * 0.75 + (1 - stay) * 0.5], abs=1e-15
+    )
 
 
 def test_rows_condition_on_the_present_state():
@@ -118,7 +117,12 @@ GOOD = [[0.5, 0.5], [0.25, 0.75]]
 
 @pytest.mark.parametrize(
     ("row", "reason"),
-    [([0.49, 0.49], "sums to 0.98"), ([0.0, 0.0], "sums to 0"), ([1.5, -0.5], "non-negative"), ([math.nan, 1.0], "nan")],
+    [
+        ([0.49, 0.49], "sums to 0.98"),
+        ([0.0, 0.0], "sums to 0"),
+        ([1.5, -0.5], "non-negative"),
+        ([math.nan, 1.0], "nan"),
+    ],
 )
 def test_a_row_that_is_no_distribution_is_refused_by_number(row, reason):
     for matrices in (([GOOD[0], row], GOOD), (GOOD, [GOOD[0], row])):

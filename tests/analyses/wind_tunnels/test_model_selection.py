@@ -1,4 +1,4 @@
-"""Class posteriors against enumeration of every permutation and every recurrence, opaque tokens against every relabelling."""
+"""Class posteriors against enumeration of every permutation, recurrence and, for opaque tokens, relabelling."""
 
 import itertools
 import math
@@ -23,7 +23,8 @@ def test_the_class_posterior_counts_all_permutations_that_fit():
         for t in range(task.length):
             pairs = [(episode[i], episode[i + 1]) for i in range(0, t, 2)]
             share = [
-                sum(all(p[k] == v for k, v in pairs) for p in everyone) / len(everyone) for everyone in (INVOLUTIONS, CYCLES)
+                sum(all(p[k] == v for k, v in pairs) for p in everyone) / len(everyone)
+                for everyone in (INVOLUTIONS, CYCLES)
             ]
             assert float(belief[row, t]) == pytest.approx(share[0] / sum(share), abs=1e-12)
 
@@ -108,7 +109,9 @@ def test_five_distinct_symbols_say_little_when_opaque_and_almost_all_when_intege
     orbit = torch.tensor([[1, 4, 13, 6, 2]])  # x → 3x + 1
     factors = integers.bayes_factor(orbit)[0].tolist()
     assert factors == pytest.approx([1, 1, 1, 17, 289], rel=1e-12)
-    assert integers.posterior(orbit).values[0, :, 0].tolist() == pytest.approx([0.5, 0.5, 0.5, 17 / 18, 289 / 290], abs=1e-12)
+    assert integers.posterior(orbit).values[0, :, 0].tolist() == pytest.approx(
+        [0.5, 0.5, 0.5, 17 / 18, 289 / 290], abs=1e-12
+    )
     believed = opaque.posterior(orbit).values[0, :, 0]
     # 208 of 289 orbits have five distinct symbols, against 16·15·14·13/17⁴ of independent ones.
     recurrent, independent = 208 / 289, 16 * 15 * 14 * 13 / 17**4

@@ -69,7 +69,9 @@ def test_every_control_stands_beside_the_trained_network(probe):
     for layer in ("layer 1", "layer 2", "all layers"):
         assert {f"trained, {layer}", f"untrained, {layer}"} <= sources
     assert len(probe.subspaces) == 20
-    assert probe.scores["r2"]["20 random subspaces of 2 dimensions, best"] == pytest.approx(float(probe.subspaces.max()))
+    assert probe.scores["r2"]["20 random subspaces of 2 dimensions, best"] == pytest.approx(
+        float(probe.subspaces.max())
+    )
 
 
 def test_streams_are_those_of_the_blocks_and_the_last_feeds_the_unembedding():

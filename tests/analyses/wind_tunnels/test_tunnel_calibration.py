@@ -57,7 +57,9 @@ def test_half_widths_are_those_of_means_over_sequences():
     generator = torch.Generator().manual_seed(0)
     truth = torch.rand(40, 3, 4, generator=generator, dtype=torch.float64).softmax(-1)
     rows = torch.rand(40, 3, 4, generator=generator, dtype=torch.float64).softmax(-1)
-    per_sequence = np.array([[stats.entropy(t, r, base=2) for t, r in zip(*pair, strict=True)] for pair in zip(truth, rows, strict=True)])
+    per_sequence = np.array(
+        [[stats.entropy(t, r, base=2) for t, r in zip(*pair, strict=True)] for pair in zip(truth, rows, strict=True)]
+    )
     means = per_sequence.mean(1)
     row = summary(errors(rows, truth))
     assert row["kl"] == pytest.approx(means.mean(), abs=1e-12)

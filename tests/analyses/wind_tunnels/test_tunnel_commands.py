@@ -1,4 +1,4 @@
-"""The command line: one sentence and exit code 2 for bad input, 1 for a failed check, nothing heavy before a command runs."""
+"""The command line: one sentence and exit code 2 for bad input, 1 for a failed check, no heavy import before."""
 
 import json
 import subprocess

@@ -59,7 +59,8 @@ from advantage_probe.analyses.wind_tunnels import Bijection
 from advantage_probe.analyses.wind_tunnels.models import Shape
 from advantage_probe.analyses.wind_tunnels.recipes import Recipe
 from advantage_probe.analyses.wind_tunnels.training import train
-train(Bijection(4, 4, 0.5), Recipe(Shape("gpt2", 1, 2, 16), steps=int(sys.argv[2]), batch=8, warm_up=4), Path(sys.argv[1]), interval=6)
+recipe = Recipe(Shape("gpt2", 1, 2, 16), steps=int(sys.argv[2]), batch=8, warm_up=4)
+train(Bijection(4, 4, 0.5), recipe, Path(sys.argv[1]), interval=6)
 """
 
 
@@ -166,7 +167,13 @@ def test_distilled_targets_cost_the_exact_entropy_and_sampled_ones_their_own_sur
 def test_the_paper_preset_is_the_papers_shape():
     paper = PRESETS["paper"]
     assert (paper.shape.layers, paper.shape.heads, paper.shape.width) == (6, 6, 192)
-    assert (paper.learning_rate, paper.batch, paper.steps, paper.weight_decay, paper.clip) == (3e-4, 256, 50_000, 0.1, 1.0)
+    assert (paper.learning_rate, paper.batch, paper.steps, paper.weight_decay, paper.clip) == (
+        3e-4,
+        256,
+        50_000,
+        0.1,
+        1.0,
+    )
     with pytest.raises(UnknownTunnel, match="tiny, small, paper, shipped"):
         recipe("coin", "huge")
     with pytest.raises(UnknownTunnel, match="no shipped recipe"):
