@@ -20,6 +20,7 @@ from .bits import entropy_bits, never_asked, uniform_like
 from .errors import ImpossibleObservation, MalformedTokens, TunnelError
 from .protocol import Beliefs, Episodes
 from .registry import register
+from .tokens import check_shape
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class AssociativeRecall:
 
     def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Presented keys and values (n, pairs complete so far), checked."""
+        check_shape(tokens)
         pairs = tokens[:, : 2 * self.pairs]
         keys, values = pairs[:, ::2], pairs[:, 1::2] - self.keys
         asked = tokens[:, 2 * self.pairs :]

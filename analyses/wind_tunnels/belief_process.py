@@ -15,10 +15,11 @@ import torch
 from torch import Generator, Tensor
 
 from .bits import constant_like, entropy_bits, uniform_like
-from .errors import BadMatrix, ImpossibleObservation, MalformedTokens
+from .errors import BadMatrix, ImpossibleObservation
 from .filtering import Rows, check_reachable, check_rows, draw
 from .protocol import Beliefs, Episodes
 from .registry import register
+from .tokens import check_symbols
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,7 @@ class BeliefProcess:
         return rivals
 
     def _walk(self, belief: Tensor, tokens: Tensor) -> Tensor:
-        if bool(((tokens < 0) | (tokens >= len(self.labelled))).any()):
-            row = int(((tokens < 0) | (tokens >= len(self.labelled))).any(1).nonzero()[0])
-            raise MalformedTokens(f"row {row}: symbols are 0…{len(self.labelled) - 1}")
+        check_symbols(tokens, len(self.labelled))
         walked = []
         for t in range(tokens.shape[1]):
             joint = torch.bmm(belief[:, None], self.labelled[tokens[:, t]])[:, 0]

@@ -31,7 +31,7 @@ PREFIX = 6
 @dataclass(frozen=True)
 class BeliefProbe:
     """`scores`: one row per probed source with held-out `r2` and `mse`; `subspaces` (200) R² of random subspaces of
-    the last layer.
+    all layers together.
 
     `truth` and `predicted` (N, P) are the held-out beliefs and the all-layer probe's reading of them, for pictures.
     """

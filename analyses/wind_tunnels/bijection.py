@@ -21,6 +21,7 @@ from .bits import LN2, never_asked, uniform_like
 from .errors import ImpossibleObservation, MalformedTokens, TunnelError
 from .protocol import Beliefs, Episodes
 from .registry import register
+from .tokens import check_shape
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class Bijection:
 
     def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (n, P) and values (n, P or P − 1), both 0…V−1, after checking that some permutation permits them."""
+        check_shape(tokens)
         keys, values = tokens[:, ::2], tokens[:, 1::2] - self.symbols
         outside = ((keys < 0) | (keys >= self.symbols)).any(1)
         outside |= ((values < 0) | (values >= self.symbols)).any(1)

@@ -14,10 +14,11 @@ from torch import Generator, Tensor
 from torch.nn.functional import one_hot
 
 from .bits import LN2, constant_like, entropy_bits, uniform_like
-from .errors import MalformedTokens, TunnelError
+from .errors import TunnelError
 from .filtering import draw
 from .protocol import Beliefs, Episodes
 from .registry import register
+from .tokens import check_symbols
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,7 @@ class ConjugateCounts:
         return rivals
 
     def _parameters(self, tokens: Tensor, window: int | None) -> Tensor:
-        outside = ((tokens < 0) | (tokens >= len(self.concentration))).any(1)
-        if outside.any():
-            raise MalformedTokens(f"row {int(outside.nonzero()[0])}: faces are 0…{len(self.concentration) - 1}")
+        check_symbols(tokens, len(self.concentration), "faces")
         counts = one_hot(tokens, len(self.concentration)).double().cumsum(1)
         if window is not None:
             late = torch.cat((counts.new_zeros(len(tokens), window, counts.shape[-1]), counts), 1)

@@ -22,6 +22,7 @@ from .filtering import check_rows, forward, windowed
 from .hidden_markov import draw_chain
 from .protocol import Beliefs, Episodes
 from .registry import register
+from .tokens import check_shape
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class FreshHiddenMarkov:
         return rivals
 
     def _beliefs(self, tokens: Tensor) -> Tensor:
+        check_shape(tokens)
         if tokens.shape[1] <= self.header:
             return torch.empty(len(tokens), 0, self.states, dtype=torch.float64)
         return self.filter(tokens)

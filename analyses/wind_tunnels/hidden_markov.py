@@ -13,10 +13,11 @@ import torch
 from torch import Generator, Tensor
 
 from .bits import constant_like, entropy_bits, uniform_like
-from .errors import BadMatrix, MalformedTokens
+from .errors import BadMatrix
 from .filtering import check_reachable, check_rows, draw, forward_symbols, marginals, windowed
 from .protocol import Beliefs, Episodes
 from .registry import register
+from .tokens import check_symbols
 
 if TYPE_CHECKING:
     from .fresh_hidden_markov import FreshHiddenMarkov
@@ -77,21 +78,20 @@ class HiddenMarkov:
         targets = symbols[:, 1:] if self.asks == "next" else states[:, :-1]
         return Episodes(symbols[:, :-1].contiguous(), targets.contiguous(), {"states": states[:, :-1]}, self.outcomes)
 
-    def filter(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """P(s_t | o_1…o_t), (n, L, S), and log P(o_1…o_t) in nats, (n, L); see `filtering.forward`.
+    def filter(self, observations: Tensor) -> Tensor:
+        """P(s_t | o_1…o_t), (n, L, S); raises `ImpossibleObservation` naming row and step."""
+        return self._forward(observations)[0]
 
-        Raises `ImpossibleObservation` naming row and step.
-        """
-        self._check(observations)
-        beliefs, scales = forward_symbols(self.initial, self.transition, self.emission, observations)
-        return beliefs, scales.T.cumsum(0).T
+    def log_likelihood(self, observations: Tensor) -> Tensor:
+        """log P(o_1…o_t) in nats, (n, L)."""
+        return self._forward(observations)[1].T.cumsum(0).T
 
     def predictive(self, tokens: Tensor) -> Tensor:
         """(n, L, X): P(o_{t+1} | o_1…o_t), or with asks="state" (n, L, S): P(s_t | o_1…o_t)."""
-        return self._answer(self.filter(tokens)[0])
+        return self._answer(self.filter(tokens))
 
     def posterior(self, tokens: Tensor) -> Beliefs:
-        return Beliefs(self.filter(tokens)[0], "hypotheses")
+        return Beliefs(self.filter(tokens), "hypotheses")
 
     def entropy(self, tokens: Tensor, of: Literal["predictive", "posterior"] = "predictive") -> Tensor:
         return entropy_bits(self.predictive(tokens) if of == "predictive" else self.posterior(tokens).values)
@@ -113,15 +113,12 @@ class HiddenMarkov:
             rivals[f"last {window} observations"] = self._answer(seen)
         return rivals
 
+    def _forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        check_symbols(observations, self.emission.shape[1], "observations")
+        return forward_symbols(self.initial, self.transition, self.emission, observations)
+
     def _answer(self, beliefs: Tensor) -> Tensor:
         return beliefs if self.asks == "state" else beliefs @ self.transition @ self.emission
-
-    def _check(self, observations: Tensor) -> None:
-        low, high = observations.aminmax()
-        if low < 0 or high >= self.emission.shape[1]:
-            outside = (observations < 0) | (observations >= self.emission.shape[1])
-            row = int(outside.any(1).nonzero()[0])
-            raise MalformedTokens(f"row {row}: observations are 0…{self.emission.shape[1] - 1}")
 
 
 def draw_chain(

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from .errors import MalformedTokens, TunnelError
+from .errors import TunnelError
+from .tokens import check_symbols
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,7 @@ class PermutationContest:
 
     def check(self, tokens: Tensor) -> None:
         """Raise `MalformedTokens` for symbols outside 0…V−1."""
-        outside = ((tokens < 0) | (tokens >= self.symbols)).any(1)
-        if outside.any():
-            raise MalformedTokens(f"row {int(outside.nonzero()[0])}: symbols are 0…{self.symbols - 1}")
+        check_symbols(tokens, self.symbols)
 
     def _nothing(self, n: int) -> Arrows:
         unknown = torch.full((n, self.symbols), -1)

@@ -16,7 +16,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import one_hot
 
-from .errors import MalformedTokens, TunnelError
+from .errors import TunnelError
+from .tokens import check_symbols
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,7 @@ class RecurrenceContest:
 
     def check(self, tokens: Tensor) -> None:
         """Raise `MalformedTokens` for symbols outside 0…p−1."""
-        outside = ((tokens < 0) | (tokens >= self.modulus)).any(1)
-        if outside.any():
-            raise MalformedTokens(f"row {int(outside.nonzero()[0])}: symbols are 0…{self.modulus - 1}")
+        check_symbols(tokens, self.modulus)
 
     def _fitting(self, tokens: Tensor) -> Tensor:
         """(n, L, p²) bool: coefficient pairs that explain every step up to each position."""

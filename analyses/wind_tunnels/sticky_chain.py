@@ -14,9 +14,10 @@ from torch import Generator, Tensor
 from torch.nn.functional import one_hot
 
 from .bits import constant_like, entropy_bits, uniform_like
-from .errors import ImpossibleObservation, MalformedTokens, TunnelError
+from .errors import ImpossibleObservation, TunnelError
 from .protocol import Beliefs, Episodes
 from .registry import register
+from .tokens import check_symbols
 
 NINE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
@@ -79,9 +80,7 @@ class StickyChain:
 
     def _belief(self, tokens: Tensor, window: int | None) -> Tensor:
         """Posterior from the last `window` steps (None: all)."""
-        outside = ((tokens < 0) | (tokens >= self.symbols)).any(1)
-        if outside.any():
-            raise MalformedTokens(f"row {int(outside.nonzero()[0])}: symbols are 0…{self.symbols - 1}")
+        check_symbols(tokens, self.symbols)
         stay = torch.tensor(self.stickiness, dtype=torch.float64)
         stayed = (tokens[:, 1:] == tokens[:, :-1]).double()
         steps = torch.stack((stayed, 1 - stayed), -1)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from advantage_probe.analyses.wind_tunnels.bits import asked, entropy_bits
+from advantage_probe.analyses.wind_tunnels.errors import MalformedTokens
 from advantage_probe.analyses.wind_tunnels.protocol import Episodes, Tunnel
 from advantage_probe.analyses.wind_tunnels.registry import tunnel, tunnel_names
 
@@ -161,3 +162,16 @@ def test_one_seed_gives_one_sample_and_a_shorter_length_is_honoured(name):
     length = task.length - 3
     episodes = drawn(task, 5, seed=8, length=length)
     assert episodes.tokens.shape[:2] == episodes.targets.shape == (5, length)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "noisy-chain"])
+def test_tokens_of_another_shape_or_type_are_refused(name):
+    task = tunnel(name)
+    tokens = drawn(task, 2).tokens
+    for wrong in (tokens[0], tokens[None], tokens.double()):
+        with pytest.raises(MalformedTokens, match="integers of shape"):
+            task.predictive(wrong)
+    beyond = tokens.clone()
+    beyond[1, 0] = len(task.vocabulary) + 1
+    with pytest.raises(MalformedTokens, match="row 1"):
+        task.predictive(beyond)

@@ -45,7 +45,7 @@ def by_paths(model: HiddenMarkov, observed: list[int]) -> tuple[list[float], flo
 def test_the_filter_sums_over_all_paths(zeros):
     model = random_model(3, 3, seed=1, zeros=zeros)
     observed = model.sample(4, torch.Generator().manual_seed(0), length=6).tokens
-    beliefs, log_likelihood = model.filter(observed)
+    beliefs, log_likelihood = model.filter(observed), model.log_likelihood(observed)
     for row in range(4):
         for t in range(6):
             expected, total = by_paths(model, observed[row, : t + 1].tolist())
@@ -60,7 +60,7 @@ def test_the_filter_agrees_with_hmmlearn(states, symbols):
     other.startprob_, other.transmat_ = model.initial.numpy(), model.transition.numpy()
     other.emissionprob_ = model.emission.numpy()
     observed = model.sample(3, torch.Generator().manual_seed(1), length=25).tokens
-    beliefs, log_likelihood = model.filter(observed)
+    beliefs, log_likelihood = model.filter(observed), model.log_likelihood(observed)
     for row in range(3):
         column = observed[row].numpy()[:, None]
         for t in range(25):
@@ -73,7 +73,7 @@ def test_thousands_of_steps_stay_exact():
     """Against one long double-precision product in log space, where naive products underflow."""
     model = random_model(3, 3, seed=3, zeros=True)
     observed = model.sample(2, torch.Generator().manual_seed(2), length=5_000).tokens
-    beliefs, log_likelihood = model.filter(observed)
+    beliefs, log_likelihood = model.filter(observed), model.log_likelihood(observed)
     log_transition, log_emission = model.transition.log(), model.emission.log()
     log_alpha = model.initial.log() + log_emission[:, observed[0, 0]]
     for symbol in observed[0, 1:]:
@@ -85,10 +85,10 @@ def test_thousands_of_steps_stay_exact():
 
 def test_the_first_observation_is_met_without_a_transition():
     model = HiddenMarkov(exact([0.9, 0.1]), exact([[0.0, 1.0], [1.0, 0.0]]), exact([[0.5, 0.5], [0.25, 0.75]]))
-    one = model.filter(torch.tensor([[0]]))
+    one = model.filter(torch.tensor([[0]])), model.log_likelihood(torch.tensor([[0]]))
     assert one[0][0, 0].tolist() == pytest.approx([0.45 / 0.475, 0.025 / 0.475], abs=1e-15)
     assert math.exp(one[1][0, 0]) == pytest.approx(0.475, abs=1e-15)
-    two = model.filter(torch.tensor([[0, 1]]))
+    two = model.filter(torch.tensor([[0, 1]])), model.log_likelihood(torch.tensor([[0, 1]]))
     # states swap at each step: 0 → 1 with .45 · .75, 1 → 0 with .025 · .5
     assert two[0][0, 1].tolist() == pytest.approx([0.0125 / 0.35, 0.3375 / 0.35], abs=1e-15)
     assert math.exp(two[1][0, 1]) == pytest.approx(0.35, abs=1e-15)

@@ -1,4 +1,4 @@
-"""The thirty lines of the README: a tunnel of one's own is registered, exact, and can be trained and judged like any other."""
+"""The thirty lines of the README: a tunnel of one's own is registered, exact, trained and judged like any other."""
 
 from dataclasses import dataclass
 
