@@ -45,7 +45,7 @@ def check_reachable(initial: Tensor, transition: Tensor) -> None:
 
 
 def forward(initial: Tensor, transition: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
-    """Beliefs P(s_t | o_1…o_t), (n, L, S), and log P(o_t | o_1…o_{t−1}) in nats, (n, L).
+    """Beliefs P(s_t | o_1…o_t), (n, L, S), and P(o_t | o_1…o_{t−1}), (n, L).
 
     `initial` (S) or (n, S) holds P(s_1), `transition` (S, S) or (n, S, S) holds P(s' | s) in row s, `likelihood` (n,
     L, S) holds P(o_t | s_t). The first step meets its observation without a transition (Rabiner 1989, eqs. 19–20,
@@ -62,7 +62,7 @@ def forward_symbols(
     """`forward` for symbols (n, L) under one `emission` (S, X), looked up a step at a time."""
     by_step = observations.T.contiguous()
     shape = (len(by_step), len(emission), len(observations))
-    return _walk(initial, transition, lambda t: emission.index_select(1, by_step[t]), shape)
+    return _walk(initial, transition, lambda t: emission.gather(1, by_step[t].expand(len(emission), -1)), shape)
 
 
 def _walk(
@@ -84,12 +84,12 @@ def _walk(
         belief.mul_(likelihood(t))
         torch.sum(belief, 0, out=scales[t])
         belief.div_(scales[t])
-    if not bool((scales > 0).all()):
+    if not float(scales.min()) > 0:
         row, step = (int(i) for i in (~(scales > 0)).t().nonzero()[0])
         raise ImpossibleObservation(
             f"row {row}: the observation at step {step} has probability zero after those before it"
         )
-    return beliefs.permute(2, 0, 1), scales.log().t()
+    return beliefs.permute(2, 0, 1), scales.t()
 
 
 def marginals(initial: Tensor, transition: Tensor, length: int) -> Tensor:

@@ -84,7 +84,7 @@ class HiddenMarkov:
 
     def log_likelihood(self, observations: Tensor) -> Tensor:
         """log P(o_1…o_t) in nats, (n, L)."""
-        return self._forward(observations)[1].T.cumsum(0).T
+        return self._forward(observations)[1].T.log().cumsum(0).T
 
     def predictive(self, tokens: Tensor) -> Tensor:
         """(n, L, X): P(o_{t+1} | o_1…o_t), or with asks="state" (n, L, S): P(s_t | o_1…o_t)."""
