@@ -25,7 +25,7 @@ from .protocol import Tunnel
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PREFIX = 6
+PREFIX, FOLDS = 6, 8
 
 
 @dataclass(frozen=True)
@@ -47,48 +47,53 @@ def residual_streams(model: nn.Module, tokens: Tensor, chunk: int = 512) -> list
     """The residual stream after each block, the last one through the final norm: each (n, L, W) float64."""
     model.eval()
     found: list[list[Tensor]] = []
-    for part in tokens.split(chunk):
+    for part in tokens.to(next(model.parameters()).device).split(chunk):
         if part.dim() == 2:
             output = model(input_ids=part, output_hidden_states=True)
         else:
             width = model.get_input_embeddings().embedding_dim  # type: ignore[operator]
             padded = functional.pad(part, (0, width - part.shape[-1]))
             output = model(inputs_embeds=padded, output_hidden_states=True)
-        found.append([stream.double() for stream in output.hidden_states[1:]])
+        found.append([stream.double().cpu() for stream in output.hidden_states[1:]])
     return [torch.cat(streams) for streams in zip(*found, strict=True)]
 
 
-def prefix_sides(tokens: Tensor, generator: Generator, prefix: int = PREFIX, share: float = 0.5) -> Tensor:
-    """(n) bool, True for training: sequences that share their first `prefix` tokens lie on one side."""
+def prefix_folds(tokens: Tensor, generator: Generator, prefix: int = PREFIX, folds: int = FOLDS) -> Tensor:
+    """(n) int64 in 0…folds−1: sequences that share their first `prefix` tokens lie in one fold."""
     if tokens.shape[1] <= prefix:
         raise TunnelError(f"sequences of {tokens.shape[1]} tokens leave nothing to report after a prefix of {prefix}")
     _, group = tokens[:, :prefix].unique(dim=0, return_inverse=True)
     groups = int(group.max()) + 1
-    if groups < 4:
-        raise TunnelError(f"{groups} distinct prefixes of {prefix} tokens are too few to split")
-    order = torch.rand(groups, generator=generator).argsort().argsort()
-    return (order < share * groups)[group]
+    if groups < 2 * folds:
+        raise TunnelError(f"{groups} distinct prefixes of {prefix} tokens are too few for {folds} folds")
+    return (torch.randperm(groups, generator=generator) % folds)[group]
 
 
-def affine_fit(
-    features: Tensor, beliefs: Tensor, train: Tensor, ridge: float = 1e-6
-) -> tuple[Tensor, dict[str, float]]:
-    """Fit beliefs (N, P) ≈ features (N, F) · A + c on `train` rows; readings of the others, and their R² and mean
-    squared error.
+def held_out_reading(features: Tensor, beliefs: Tensor, fold: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Every row (N, F) read by the affine map fitted on the other folds: readings (N, P), their R² and mean squared
+    error.
 
-    R² = 1 − Σ‖error‖² / Σ‖belief − mean of the held-out beliefs‖², over all coordinates together. Features are
-    standardised on the training rows; the small ridge only settles directions that carry nothing.
+    R² = 1 − Σ‖error‖² / Σ‖belief − mean belief‖², over all rows and coordinates together.
+    """
+    reading = torch.empty_like(beliefs)
+    for index in fold.unique().tolist():
+        reading[fold == index] = affine_fit(features, beliefs, fold != index)
+    error = (reading - beliefs).square().sum()
+    spread = (beliefs - beliefs.mean(0)).square().sum()
+    return reading, {"r2": float(1 - error / spread), "mse": float(error / reading.numel())}
+
+
+def affine_fit(features: Tensor, beliefs: Tensor, train: Tensor, ridge: float = 1e-6) -> Tensor:
+    """Fit beliefs (N, P) ≈ features (N, F) · A + c by least squares on `train` rows; the readings of the others.
+
+    Features are standardised on the training rows; the small ridge only settles directions that carry nothing.
     """
     centre, scale = features[train].mean(0), features[train].std(0)
     scaled = (features - centre) / torch.where(scale > 1e-12, scale, 1.0)
-    mean = beliefs[train].mean(0)
-    known = scaled[train]
+    mean, known = beliefs[train].mean(0), scaled[train]
     gram = known.T @ known / len(known) + ridge * torch.eye(known.shape[1], dtype=torch.float64)
     weights = torch.linalg.solve(gram, known.T @ (beliefs[train] - mean) / len(known))
-    reading = scaled[~train] @ weights + mean
-    error = (reading - beliefs[~train]).square().sum()
-    spread = (beliefs[~train] - beliefs[~train].mean(0)).square().sum()
-    return reading, {"r2": float(1 - error / spread), "mse": float(error / reading.numel())}
+    return scaled[~train] @ weights + mean
 
 
 def probe_beliefs(
@@ -105,7 +110,7 @@ def probe_beliefs(
     tokens = tunnel.sample(sequences, generator, length).tokens
     posterior = tunnel.posterior(tokens).values
     keep = torch.arange(tokens.shape[1]) >= PREFIX
-    side = prefix_sides(tokens, generator)[:, None].expand(-1, int(keep.sum())).flatten()
+    fold = prefix_folds(tokens, generator)[:, None].expand(-1, int(keep.sum())).flatten()
     beliefs = posterior[:, keep].flatten(0, 1).flatten(1)
 
     def kept(features: Tensor) -> Tensor:
@@ -121,23 +126,23 @@ def probe_beliefs(
     sources["exact next-token predictive"] = kept(tunnel.predictive(tokens))
     lines, reading = {}, beliefs
     for who, features in sources.items():
-        fitted, lines[who] = affine_fit(features, beliefs, side)
+        fitted, lines[who] = held_out_reading(features, beliefs, fold)
         if who == "trained, all layers":
             reading = fitted
     shuffled = beliefs[torch.randperm(len(beliefs), generator=generator)]
     whole = sources["trained, all layers"]
-    lines["trained, all layers, shuffled beliefs"] = affine_fit(whole, shuffled, side)[1]
+    lines["trained, all layers, shuffled beliefs"] = held_out_reading(whole, shuffled, fold)[1]
     dimension = beliefs.shape[1] - 1
     spread = []
     for _ in range(subspaces):
         axes = torch.linalg.qr(torch.randn(whole.shape[1], dimension, generator=generator, dtype=torch.float64))[0]
-        spread.append(affine_fit(whole @ axes, beliefs, side)[1]["r2"])
+        spread.append(held_out_reading(whole @ axes, beliefs, fold)[1]["r2"])
     random = torch.tensor(spread, dtype=torch.float64)
     if subspaces:
         lines[f"{subspaces} random subspaces of {dimension} dimensions, mean"] = {"r2": float(random.mean())}
         lines[f"{subspaces} random subspaces of {dimension} dimensions, best"] = {"r2": float(random.max())}
     scores = pd.DataFrame.from_dict(lines, orient="index").rename_axis("source")
-    return BeliefProbe(scores, random, beliefs[~side], reading)
+    return BeliefProbe(scores, random, beliefs, reading)
 
 
 def one_hot_window(tokens: Tensor, window: int, vocabulary: int) -> Tensor:

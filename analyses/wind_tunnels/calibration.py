@@ -54,11 +54,11 @@ def model_rows(
     chunk: int = 256,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities renormalised over the outcomes, (n, L, O) float64, and the mass outside them, (n, L)."""
-    training = model.training
+    training, parameter = model.training, next(model.parameters(), tokens)
     model.eval()
     rows, outside = [], []
     for part in tokens.split(chunk):
-        whole = forward(model, part).double().softmax(-1)
+        whole = forward(model, part.to(parameter.device)).double().softmax(-1).cpu()
         inside = whole[..., list(outcomes)]
         mass = inside.sum(-1)
         rows.append(inside / mass[..., None])

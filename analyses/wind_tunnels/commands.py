@@ -68,6 +68,7 @@ def train(
     ] = "tiny",
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: tunnel-NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps: where the model trains.")] = "cpu",
     distilled: Annotated[
         bool | None,
         typer.Option("--distilled/--sampled", help="Exact predictives as targets, or draws; default: the preset's."),
@@ -87,7 +88,7 @@ def train(
         folder = Path(f"tunnel-{name}") if out is None else out
         command = f"advantage-probe tunnel train {name} --preset {preset}{targets} --out {folder}"
         shown = sys.stderr.isatty()
-        _, curve = run(task, chosen, folder, name=name, command=command, resume=resume, progress=shown)
+        _, curve = run(task, chosen, folder, name=name, command=command, resume=resume, progress=shown, device=device)
         last = curve[-1]
         typer.echo(
             f"{name}: entropy error {last['entropy_error']:.4f} bits, KL {last['kl']:.5f} bits "

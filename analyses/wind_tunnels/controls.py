@@ -24,6 +24,7 @@ from .training import train
 
 Kind = Literal["per-position MLP", "prefix MLP", "LSTM"]
 KINDS: tuple[Kind, ...] = ("per-position MLP", "prefix MLP", "LSTM")
+RATES = (3e-4, 1e-3, 3e-3)
 EMBEDDING, LAYERS, TOLERANCE = 32, 3, 0.02
 
 
@@ -98,24 +99,30 @@ def called(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens)
 
 
+def sized_like(tunnel: Tunnel, recipe: Recipe) -> int:
+    """Parameters of the transformer that `recipe` trains on `tunnel`."""
+    return parameter_count(build(recipe.shape, tunnel, recipe.seed))
+
+
+def train_control(
+    kind: Kind, tunnel: Tunnel, recipe: Recipe, parameters: int
+) -> tuple[nn.Module, list[dict[str, float]]]:
+    """One control of `parameters` under the transformer's own recipe: same data, same steps."""
+    return train(tunnel, recipe, model=control(kind, tunnel, parameters, recipe.seed), forward=called)
+
+
 def train_controls(
-    tunnel: Tunnel,
-    recipe: Recipe,
-    kinds: tuple[Kind, ...] = KINDS,
-    rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3),
-    report: Callable[[str], None] = lambda line: None,
+    tunnel: Tunnel, recipe: Recipe, kinds: tuple[Kind, ...] = KINDS, rates: tuple[float, ...] = RATES
 ) -> tuple[dict[str, nn.Module], pd.DataFrame]:
-    """Every control at every learning rate; the best by final held-out KL of each kind, and all final figures."""
-    parameters = parameter_count(build(recipe.shape, tunnel, recipe.seed))
+    """The best control of each kind by final held-out KL over `rates`, and the final figures of every run."""
+    parameters = sized_like(tunnel, recipe)
     best: dict[str, tuple[float, nn.Module]] = {}
     lines = []
     for kind in kinds:
         for rate in rates:
-            fresh = control(kind, tunnel, parameters, recipe.seed)
-            model, curve = train(tunnel, replace(recipe, learning_rate=rate), model=fresh, forward=called)
+            model, curve = train_control(kind, tunnel, replace(recipe, learning_rate=rate), parameters)
             last = curve[-1]
             lines.append({"control": kind, "learning_rate": rate, "parameters": parameter_count(model), **last})
-            report(f"{kind} at {rate:g}: entropy error {last['entropy_error']:.4f}, KL {last['kl']:.5f} bits")
             if kind not in best or last["kl"] < best[kind][0]:
                 best[kind] = (last["kl"], model)
     return {kind: model for kind, (_, model) in best.items()}, pd.DataFrame(lines)

@@ -8,14 +8,14 @@ only.
 Shapes: n episodes, L tokens, V symbols, C = 2 classes, O outcomes (C, or V when the next symbol is asked).
 """
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import functional
 
-from .bits import entropy_bits, never_asked, uniform_like
+from .bits import constant_like, entropy_bits, never_asked, uniform_like
 from .errors import ImpossibleObservation, MalformedTokens, TunnelError
 from .permutation_contest import PermutationContest
 from .protocol import Beliefs, Episodes
@@ -25,18 +25,21 @@ from .registry import register
 
 @dataclass(frozen=True)
 class ModelSelection:
-    """`asks` for the class or for the next symbol; `opaque` relabels every episode's symbols; only the first `horizon`
-    questions of an episode are supervised (None: all), so that what was never trained can be measured too.
+    """`asks` for the class, for the next symbol, or for both in turn (pairs only); `opaque` relabels every episode's
+    symbols; only the first `horizon` questions of an episode are supervised (None: all), so that what was never
+    trained can be measured too.
     """
 
     contest: PermutationContest | RecurrenceContest = field(default_factory=PermutationContest)
-    asks: Literal["class", "next"] = "class"
+    asks: Literal["class", "next", "both"] = "class"
     opaque: bool = False
     horizon: int | None = None
 
     def __post_init__(self) -> None:
         if self.horizon is not None and self.horizon < 1:
             raise TunnelError(f"a loss horizon of {self.horizon} supervises nothing")
+        if self.asks == "both" and self.contest.stride == 1:
+            raise TunnelError('one position cannot ask for class and next symbol: asks="both" needs pairs')
         if isinstance(self.contest, RecurrenceContest) and self.contest.opaque != self.opaque:
             object.__setattr__(self, "contest", replace(self.contest, opaque=self.opaque))
 
@@ -57,7 +60,11 @@ class ModelSelection:
     @property
     def outcomes(self) -> tuple[int, ...]:
         symbols = self.contest.symbols
-        return tuple(range(symbols)) if self.asks == "next" else (symbols, symbols + 1)
+        return {
+            "class": (symbols, symbols + 1),
+            "next": tuple(range(symbols)),
+            "both": tuple(range(symbols + 2)),
+        }[self.asks]
 
     @property
     def hypotheses(self) -> tuple[str, ...]:
@@ -71,22 +78,19 @@ class ModelSelection:
         """n episodes, classes drawn with probability one half each."""
         length = self.length if length is None else length
         label = torch.randint(2, (n,), generator=generator)
-        beyond = self.asks == "next" and (length % self.contest.stride or self.contest.stride == 1)
+        beyond = self.asks != "class" and (length % self.contest.stride or self.contest.stride == 1)
         stream, latents = self.contest.draw(label, generator, length + bool(beyond))
         relabelling = torch.arange(self.contest.symbols).expand(n, -1)
         if self.opaque:
             relabelling = torch.rand(n, self.contest.symbols, generator=generator).argsort(-1)
         stream = relabelling.gather(1, stream)
         tokens = stream[:, :length].contiguous()
-        where = self.contest.class_asked(length)
-        if self.asks == "class":
-            targets = torch.where(where, label[:, None], -1)
-        else:
-            where = ~where if self.contest.stride == 2 else where
-            following = torch.cat((stream, stream[:, :1]), 1)[:, 1 : length + 1]
-            targets = torch.where(where, following, -1)
+        following = torch.cat((stream, stream[:, :1]), 1)[:, 1 : length + 1]
+        class_here, next_here = self._asked(length)
+        start = self.contest.symbols if self.asks == "both" else 0
+        targets = torch.where(class_here, start + label[:, None], torch.where(next_here, following, -1))
         if self.horizon is not None:
-            targets = torch.where(where.long().cumsum(0) <= self.horizon, targets, -1)
+            targets = torch.where((class_here | next_here).long().cumsum(0) <= self.horizon, targets, -1)
         return Episodes(tokens, targets, {"class": label, "relabelling": relabelling, **latents}, self.outcomes)
 
     def bayes_factor(self, tokens: Tensor, informed: Tensor | None = None) -> Tensor:
@@ -115,7 +119,8 @@ class ModelSelection:
         """
         evidence = self._evidence(tokens)
         truth = self._answer(tokens, evidence)
-        rivals = {"uniform": uniform_like(truth), "constant": uniform_like(truth), "position": uniform_like(truth)}
+        uniform = self._uniform(truth)
+        rivals = {"uniform": uniform, "constant": uniform, "position": uniform}
         excluded = torch.where(evidence.isinf(), evidence, 0.0)
         rivals["contradiction or half"] = self._answer(tokens, excluded)
         stride, length = self.contest.stride, tokens.shape[1]
@@ -139,13 +144,33 @@ class ModelSelection:
 
     def _answer(self, tokens: Tensor, evidence: Tensor, informed: Tensor | None = None) -> Tensor:
         belief = evidence.softmax(-1)
-        if self.asks == "class":
-            return torch.where(self.contest.class_asked(tokens.shape[1])[:, None], belief, math.nan)
-        contest, seen = self._as_seen(tokens, informed)
-        following = (belief[..., None] * contest.following(seen)).sum(2)
-        return (
-            following if informed is None else following.gather(2, informed.argsort(-1)[:, None].expand_as(following))
-        )
+        class_here, next_here = self._asked(tokens.shape[1])
+        table = never_asked(*tokens.shape, len(self.outcomes))
+        if self.asks != "class":
+            contest, seen = self._as_seen(tokens, informed)
+            following = (belief[..., None] * contest.following(seen)).sum(2)
+            if informed is not None:
+                following = following.gather(2, informed.argsort(-1)[:, None].expand_as(following))
+            table[:, next_here] = functional.pad(following, (0, table.shape[-1] - following.shape[-1]))[:, next_here]
+        padded = functional.pad(belief, (table.shape[-1] - 2, 0)) if self.asks != "next" else table
+        table[:, class_here] = padded[:, class_here]
+        return table
+
+    def _asked(self, length: int) -> tuple[Tensor, Tensor]:
+        """Where the class and where the next symbol is asked, each (L) bool."""
+        pairs = self.contest.class_asked(length)
+        nowhere = torch.zeros_like(pairs)
+        next_here = ~pairs if self.contest.stride == 2 else pairs
+        return nowhere if self.asks == "next" else pairs, nowhere if self.asks == "class" else next_here
+
+    def _uniform(self, truth: Tensor) -> Tensor:
+        """Equal shares of the classes or of the symbols, whichever the position asks for."""
+        if self.asks != "both":
+            return uniform_like(truth)
+        class_here, _ = self._asked(truth.shape[1])
+        classes = (torch.arange(truth.shape[-1]) >= self.contest.symbols).double()
+        share = torch.where(class_here[:, None], classes / 2, (1 - classes) / self.contest.symbols)
+        return constant_like(truth, share)
 
     def _as_seen(
         self, tokens: Tensor, informed: Tensor | None
@@ -166,6 +191,12 @@ class ModelSelection:
 
 @register("selection")
 def selection() -> ModelSelection:
+    """Class after each pair, next value at each key: with the class alone nothing tells a model to look pairs up."""
+    return ModelSelection.permutations(12, asks="both")
+
+
+@register("selection-class")
+def selection_class() -> ModelSelection:
     return ModelSelection.permutations(12)
 
 

@@ -35,12 +35,13 @@ class Episodes:
         """Mean cross-entropy in nats over supervised positions of `logits` (n, L, vocabulary), softmax over the whole
         vocabulary.
         """
-        supervised = self.targets >= 0
-        if logits.shape[:2] != self.targets.shape:
+        targets = self.targets.to(logits.device)
+        supervised = targets >= 0
+        if logits.shape[:2] != targets.shape:
             raise MalformedTokens(f"logits {tuple(logits.shape)} do not fit targets {tuple(self.targets.shape)}")
         identity = torch.arange(logits.shape[-1])
         outcomes = (torch.tensor(self.outcomes) if self.outcomes else identity).to(logits.device)
-        return functional.cross_entropy(logits[supervised], outcomes[self.targets[supervised]])
+        return functional.cross_entropy(logits[supervised], outcomes[targets[supervised]])
 
 
 @dataclass(frozen=True)

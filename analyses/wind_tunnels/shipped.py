@@ -184,10 +184,12 @@ def _rrxor(context: _Context) -> Checked:
 
 
 def _selection(context: _Context) -> Checked:
-    belief = context.truth[..., 0]
+    belief = context.task.posterior(context.tokens).values[..., 0]
+    pairs = context.task.contest.class_asked(context.tokens.shape[1]).expand_as(belief)
     between = (belief > 1e-9) & (belief < 1 - 1e-9) & ((belief - 0.5).abs() > 1e-9)
-    context.subset("posterior none of 0, ½, 1", between)
-    error = context.model_figure("all supervised positions", "total_variation")
+    context.subset("class, posterior none of 0, ½, 1", pairs & between)
+    context.subset("class", pairs)
+    error = context.model_figure("class", "total_variation")
     return [Check("class posterior error", error, 0.007)], None
 
 

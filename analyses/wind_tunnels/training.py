@@ -39,6 +39,7 @@ def train(
     model: nn.Module | None = None,
     forward: Forward = logits,
     progress: bool = False,
+    device: str = "cpu",
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Train a model of `recipe.shape` (or `model`) on `tunnel`; returns it in eval mode with the curve.
 
@@ -49,6 +50,10 @@ def train(
     """
     interval = interval or max(1, recipe.steps // 50)
     model = build(recipe.shape, tunnel, recipe.seed) if model is None else model
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise TunnelError(f"no device {device!r} can be used here: {str(error).splitlines()[0]}") from error
     optimiser = torch.optim.AdamW(_decayed(model, recipe.weight_decay), lr=recipe.learning_rate)
     identity = {"name": name, "recipe": asdict(recipe), "interval": interval}
     start, curve = 0, []
@@ -69,7 +74,7 @@ def train(
         length = episode_length(recipe, tunnel.length, step)
         batch = recipe.batch * tunnel.length // length
         episodes = tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
-        loss = objective(tunnel, episodes, forward(model, episodes.tokens), recipe.distilled)
+        loss = objective(tunnel, episodes, forward(model, episodes.tokens.to(device)), recipe.distilled)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
@@ -106,8 +111,8 @@ def objective(tunnel: Tunnel, episodes: Episodes, output: Tensor, distilled: boo
     if not distilled:
         return episodes.loss(output)
     where = episodes.targets >= 0
-    exact = tunnel.predictive(episodes.tokens)[where].to(output.dtype)
-    return -(exact * output[where].log_softmax(-1)[:, list(tunnel.outcomes)]).sum(-1).mean()
+    exact = tunnel.predictive(episodes.tokens)[where].to(output.device, output.dtype)
+    return -(exact * output[where.to(output.device)].log_softmax(-1)[:, list(tunnel.outcomes)]).sum(-1).mean()
 
 
 def episode_length(recipe: Recipe, whole: int, step: int) -> int:
@@ -126,7 +131,8 @@ def held_out_error(
     """
     training = model.training
     model.eval()
-    rows = forward(model, episodes.tokens)[..., list(outcomes)].double().softmax(-1)
+    tokens = episodes.tokens.to(next(model.parameters()).device)
+    rows = forward(model, tokens)[..., list(outcomes)].double().softmax(-1).cpu()
     model.train(training)
     where = asked(truth)
     rows, exact = rows[where], truth[where]

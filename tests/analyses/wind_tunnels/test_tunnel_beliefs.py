@@ -5,8 +5,9 @@ import torch
 from advantage_probe.analyses.wind_tunnels import BeliefProcess, ConjugateCounts
 from advantage_probe.analyses.wind_tunnels.beliefs import (
     affine_fit,
+    held_out_reading,
     one_hot_window,
-    prefix_sides,
+    prefix_folds,
     probe_beliefs,
     residual_streams,
     simplex_picture,
@@ -15,6 +16,7 @@ from advantage_probe.analyses.wind_tunnels.errors import TunnelError
 from advantage_probe.analyses.wind_tunnels.models import Shape, build
 from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
+from sklearn.model_selection import LeaveOneGroupOut, cross_val_predict
 
 MESS3 = BeliefProcess.mess3()
 
@@ -25,13 +27,14 @@ def probe():
     return probe_beliefs(MESS3, networks[0], networks[1], sequences=2_000, subspaces=20)
 
 
-def test_sequences_that_share_a_prefix_lie_on_one_side():
+def test_sequences_that_share_a_prefix_lie_in_one_fold():
     tokens = MESS3.sample(3_000, torch.Generator().manual_seed(0)).tokens
-    side = prefix_sides(tokens, torch.Generator().manual_seed(1))
-    train = {tuple(row) for row in tokens[side, :6].tolist()}
-    held_out = {tuple(row) for row in tokens[~side, :6].tolist()}
-    assert train.isdisjoint(held_out)
-    assert 0.3 < float(side.double().mean()) < 0.7
+    fold = prefix_folds(tokens, torch.Generator().manual_seed(1))
+    for index in range(8):
+        train = {tuple(row) for row in tokens[fold != index, :6].tolist()}
+        held_out = {tuple(row) for row in tokens[fold == index, :6].tolist()}
+        assert held_out
+        assert train.isdisjoint(held_out)
 
 
 def test_splitting_by_sequence_would_leak_most_prefixes():
@@ -47,11 +50,23 @@ def test_the_affine_fit_is_that_of_least_squares():
     beliefs = features @ torch.randn(5, 3, generator=generator, dtype=torch.float64)
     beliefs = beliefs + torch.randn(400, 3, generator=generator, dtype=torch.float64) + 2
     side = torch.arange(400) < 250
-    reading, scores = affine_fit(features, beliefs, side, ridge=0.0)
+    reading = affine_fit(features, beliefs, side, ridge=0.0)
     other = LinearRegression().fit(features[side].numpy(), beliefs[side].numpy()).predict(features[~side].numpy())
     torch.testing.assert_close(reading, torch.tensor(other), atol=1e-9, rtol=0)
-    expected = r2_score(beliefs[~side].numpy(), other, multioutput="variance_weighted")
-    assert scores["r2"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_every_row_is_read_by_a_probe_that_never_saw_its_fold():
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(90, 4, generator=generator, dtype=torch.float64)
+    beliefs = features[:, :2] + torch.randn(90, 2, generator=generator, dtype=torch.float64)
+    fold = torch.arange(90) % 3
+    reading, scores = held_out_reading(features, beliefs, fold)
+    other = cross_val_predict(
+        LinearRegression(), features.numpy(), beliefs.numpy(), groups=fold.numpy(), cv=LeaveOneGroupOut()
+    )
+    torch.testing.assert_close(reading, torch.tensor(other), atol=1e-5, rtol=0)
+    expected = r2_score(beliefs.numpy(), other, multioutput="variance_weighted")
+    assert scores["r2"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_trivial_rivals_score_what_is_known_of_them_on_mess3(probe):
@@ -105,4 +120,4 @@ def test_a_picture_of_both_simplices_is_written(probe, tmp_path):
 def test_sequences_no_longer_than_the_prefix_are_refused():
     coin = ConjugateCounts.coin(length=6)
     with pytest.raises(TunnelError, match="nothing to report"):
-        prefix_sides(coin.sample(20, torch.Generator()).tokens, torch.Generator())
+        prefix_folds(coin.sample(20, torch.Generator()).tokens, torch.Generator())

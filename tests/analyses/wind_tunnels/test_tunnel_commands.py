@@ -37,6 +37,7 @@ def test_list_names_every_tunnel_and_marks_the_shipped_ones():
     [
         (("train", "nowhere"), "no tunnel is named 'nowhere'"),
         (("train", "coin", "--preset", "huge"), "no preset is named 'huge'"),
+        (("train", "coin", "--device", "abacus", "--out", "unused"), "no device 'abacus' can be used here"),
         (("evaluate", "nowhere"), "neither a shipped model"),
     ],
 )

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from advantage_probe.analyses.wind_tunnels import Bijection, ConjugateCounts, NoisyChain
+from advantage_probe.analyses.wind_tunnels.calibration import calibrate, held_out, model_rows, table
 from advantage_probe.analyses.wind_tunnels.checkpoints import load_run, write_atomically
-from advantage_probe.analyses.wind_tunnels.controls import KINDS, called, control
+from advantage_probe.analyses.wind_tunnels.controls import KINDS, called, control, train_controls
 from advantage_probe.analyses.wind_tunnels.errors import TunnelError, UnknownTunnel, UnusableCheckpoint
 from advantage_probe.analyses.wind_tunnels.models import Shape, build, logits, parameter_count
 from advantage_probe.analyses.wind_tunnels.recipes import PRESETS, Recipe, recipe
@@ -196,3 +197,17 @@ def test_a_control_has_the_transformers_size_within_two_per_cent_and_no_look_ahe
     earlier[:, 1] = (tokens[:, 1] - 11) % 12 + 12
     sees_the_past = not torch.allclose(called(model, earlier)[:, 8], before[:, 8])
     assert sees_the_past == (kind != "per-position MLP")
+
+
+def test_the_best_of_several_rates_is_kept_and_the_per_position_floor_is_the_uniform_row():
+    """Nothing but the key in view: such a network answers uniformly, two bits from a known value among four."""
+    wider = replace(TINY, shape=Shape("gpt2", 2, 2, 64), steps=60)
+    models, runs = train_controls(TASK, wider, kinds=("per-position MLP",), rates=(1e-5, 3e-3))
+    assert runs["learning_rate"].tolist() == [1e-5, 3e-3]
+    figures = calibrate(TASK, {}, sequences=256)
+    episodes = held_out(TASK, 256)
+    rows = model_rows(models["per-position MLP"], episodes.tokens, TASK.outcomes, called)
+    judged = table(TASK, {"control": rows}, episodes)
+    assert judged.loc["control", "kl"] >= figures.loc["uniform", "kl"] - 0.01
+    final, _ = train_controls(TASK, wider, kinds=("per-position MLP",), rates=(3e-3,))
+    assert same_weights(models["per-position MLP"], final["per-position MLP"])
