@@ -21,6 +21,7 @@ from .permutation_contest import PermutationContest
 from .protocol import Beliefs, Episodes
 from .recurrence_contest import RecurrenceContest
 from .registry import register
+from .tokens import check_shape
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,11 @@ class ModelSelection:
             object.__setattr__(self, "contest", replace(self.contest, opaque=self.opaque))
 
     @classmethod
-    def permutations(cls, symbols: int = 12, pairs: int | None = None, **choices) -> "ModelSelection":
+    def permutations(
+        cls, symbols: int = 12, pairs: int | None = None, separate: bool = False, **choices
+    ) -> "ModelSelection":
         """Involution against three-cycles on `symbols` symbols; `pairs` distinct keys, all but one by default."""
-        return cls(PermutationContest(symbols, symbols - 1 if pairs is None else pairs), **choices)
+        return cls(PermutationContest(symbols, symbols - 1 if pairs is None else pairs, separate), **choices)
 
     @classmethod
     def recurrence(cls, modulus: int = 17, length: int = 16, **choices) -> "ModelSelection":
@@ -55,16 +58,15 @@ class ModelSelection:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        return tuple(str(i) for i in range(self.contest.symbols)) + self.contest.classes
+        symbols = tuple(str(i) for i in range(self.contest.symbols))
+        values = tuple(f"→{i}" for i in symbols) if self.contest.shift else ()
+        return symbols + values + self.contest.classes
 
     @property
     def outcomes(self) -> tuple[int, ...]:
-        symbols = self.contest.symbols
-        return {
-            "class": (symbols, symbols + 1),
-            "next": tuple(range(symbols)),
-            "both": tuple(range(symbols + 2)),
-        }[self.asks]
+        shift, first = self.contest.shift, self.contest.shift + self.contest.symbols
+        symbols, classes = tuple(range(shift, first)), (first, first + 1)
+        return {"class": classes, "next": symbols, "both": symbols + classes}[self.asks]
 
     @property
     def hypotheses(self) -> tuple[str, ...]:
@@ -78,13 +80,13 @@ class ModelSelection:
         """n episodes, classes drawn with probability one half each."""
         length = self.length if length is None else length
         label = torch.randint(2, (n,), generator=generator)
-        beyond = self.asks != "class" and (length % self.contest.stride or self.contest.stride == 1)
-        stream, latents = self.contest.draw(label, generator, length + bool(beyond))
+        beyond = self.asks != "class" and bool(self.contest.next_asked(length)[-1])
+        stream, latents = self.contest.draw(label, generator, length + beyond)
         relabelling = torch.arange(self.contest.symbols).expand(n, -1)
         if self.opaque:
             relabelling = torch.rand(n, self.contest.symbols, generator=generator).argsort(-1)
         stream = relabelling.gather(1, stream)
-        tokens = stream[:, :length].contiguous()
+        tokens = stream[:, :length] + self._shifts(length)
         following = torch.cat((stream, stream[:, :1]), 1)[:, 1 : length + 1]
         class_here, next_here = self._asked(length)
         start = self.contest.symbols if self.asks == "both" else 0
@@ -158,10 +160,13 @@ class ModelSelection:
 
     def _asked(self, length: int) -> tuple[Tensor, Tensor]:
         """Where the class and where the next symbol is asked, each (L) bool."""
-        pairs = self.contest.class_asked(length)
-        nowhere = torch.zeros_like(pairs)
-        next_here = ~pairs if self.contest.stride == 2 else pairs
-        return nowhere if self.asks == "next" else pairs, nowhere if self.asks == "class" else next_here
+        nowhere = torch.zeros(length, dtype=torch.bool)
+        class_here = nowhere if self.asks == "next" else self.contest.class_asked(length)
+        return class_here, nowhere if self.asks == "class" else self.contest.next_asked(length)
+
+    def _shifts(self, length: int) -> Tensor:
+        """(L) what each position's token is above its symbol."""
+        return self.contest.shift * self.contest.class_asked(length).long()
 
     def _uniform(self, truth: Tensor) -> Tensor:
         """Equal shares of the classes or of the symbols, whichever the position asks for."""
@@ -176,6 +181,8 @@ class ModelSelection:
         self, tokens: Tensor, informed: Tensor | None
     ) -> tuple[PermutationContest | RecurrenceContest, Tensor]:
         """The contest and tokens of a reader who was told the relabelling, or not."""
+        check_shape(tokens)
+        tokens = tokens - self._shifts(tokens.shape[1])
         self.contest.check(tokens)
         if informed is None:
             return self.contest, tokens
@@ -192,7 +199,7 @@ class ModelSelection:
 @register("selection")
 def selection() -> ModelSelection:
     """Class after each pair, next value at each key: with the class alone nothing tells a model to look pairs up."""
-    return ModelSelection.permutations(12, asks="both")
+    return ModelSelection.permutations(12, asks="both", separate=True)
 
 
 @register("selection-class")

@@ -64,10 +64,15 @@ class Arrows:
 
 @dataclass(frozen=True)
 class PermutationContest:
-    """`symbols` V, a multiple of six, and `pairs` ≤ V distinct keys per episode."""
+    """`symbols` V, a multiple of six, and `pairs` ≤ V distinct keys per episode.
+
+    Keys and values share tokens 0…V−1, so that only a position's parity tells them apart, which rotary positions do not
+    show. `separate` writes values as V…2V−1 instead.
+    """
 
     symbols: int = 12
     pairs: int = 11
+    separate: bool = False
 
     def __post_init__(self) -> None:
         if self.symbols < 6 or self.symbols % 6:
@@ -79,12 +84,17 @@ class PermutationContest:
     classes = ("involution", "3-cycles")
 
     @property
+    def shift(self) -> int:
+        """What a value's token is above its symbol."""
+        return self.symbols if self.separate else 0
+
+    @property
     def length(self) -> int:
         return 2 * self.pairs
 
     def draw(self, label: Tensor, generator: Generator, length: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Tokens (n, length) of classes `label` (n), and the permutations (n, V)."""
-        if (length + 1) // 2 > self.symbols:
+        if math.ceil(length / 2) > self.symbols:
             raise TunnelError(f"{length} tokens need more distinct keys than {self.symbols}")
         n, symbols = len(label), self.symbols
         shuffled = torch.rand(n, symbols, generator=generator).argsort(-1)
@@ -125,8 +135,12 @@ class PermutationContest:
         return rows
 
     def class_asked(self, length: int) -> Tensor:
-        """(L) bool: the class is asked once a pair is complete."""
+        """(L) bool: the class is asked once a pair is complete, at its value."""
         return torch.arange(length) % 2 == 1
+
+    def next_asked(self, length: int) -> Tensor:
+        """(L) bool: the next symbol is asked at keys."""
+        return torch.arange(length) % 2 == 0
 
     def check(self, tokens: Tensor) -> None:
         """Raise `MalformedTokens` for symbols outside 0…V−1."""

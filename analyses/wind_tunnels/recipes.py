@@ -43,7 +43,7 @@ SHIPPED = {
     "rrxor": Recipe(Shape("gpt2", 4, 4, 64), steps=9_000, batch=128, warm_up=200),
     "selection": Recipe(Shape("llama", 3, 4, 96), steps=7_000, warm_up=200, first_length=6, growth=1_500),
     "bijection-distinct": Recipe(Shape("llama", 2, 4, 96), steps=5_000, warm_up=200, first_length=7, growth=1_000),
-    "hmm": Recipe(Shape("llama", 3, 4, 96), steps=9_000, warm_up=200, distilled=True, first_length=20, growth=1_500),
+    "hmm": Recipe(Shape("llama", 3, 4, 96), steps=7_000, warm_up=200, distilled=True, first_length=20, growth=1_500),
 }
 
 # Presets and recipes that must keep rotary positions whatever the size.

@@ -33,6 +33,7 @@ class RecurrenceContest:
             raise TunnelError(f"the modulus must be a prime, not {self.modulus}")
 
     stride = 1
+    shift = 0
     classes = ("recurrence", "independent")
 
     @property
@@ -78,6 +79,10 @@ class RecurrenceContest:
 
     def class_asked(self, length: int) -> Tensor:
         """(L) bool: the class is asked at every symbol."""
+        return torch.ones(length, dtype=torch.bool)
+
+    def next_asked(self, length: int) -> Tensor:
+        """(L) bool: and so is the next."""
         return torch.ones(length, dtype=torch.bool)
 
     def check(self, tokens: Tensor) -> None:

@@ -44,6 +44,25 @@ def test_the_next_value_averages_over_all_permutations_that_fit():
             assert rows[row, t].tolist() == pytest.approx([w / sum(weight) for w in weight], abs=1e-12)
 
 
+def test_separate_value_tokens_and_asking_for_both_change_no_answer():
+    plain = ModelSelection.permutations(6)
+    both = ModelSelection.permutations(6, separate=True, asks="both", opaque=True)
+    episodes = both.sample(30, torch.Generator().manual_seed(6))
+    bare = episodes.tokens % 6
+    assert (episodes.tokens[:, 1::2] >= 6).all()
+    rows, belief = both.predictive(episodes.tokens), plain.predictive(bare)
+    torch.testing.assert_close(rows[:, 1::2, 6:], belief[:, 1::2], atol=1e-15, rtol=0)
+    values = ModelSelection.permutations(6, asks="next").predictive(bare)
+    torch.testing.assert_close(rows[:, ::2, :6], values[:, ::2], atol=1e-15, rtol=0)
+    assert (rows[:, 1::2, :6] == 0).all()
+    told = both.posterior(episodes.tokens, informed=episodes.latents["relabelling"]).values
+    torch.testing.assert_close(told[:, 1::2], belief[:, 1::2], atol=1e-12, rtol=0)
+    with pytest.raises(MalformedTokens, match="row 3"):
+        both.predictive(torch.where(torch.arange(30)[:, None] == 3, bare, episodes.tokens))
+    with pytest.raises(TunnelError, match="one position"):
+        ModelSelection.recurrence(17, asks="both")
+
+
 def test_relabelling_leaves_a_permutation_contest_unchanged():
     task = ModelSelection.permutations(12, opaque=True)
     episodes = task.sample(50, torch.Generator().manual_seed(2))
