@@ -41,7 +41,9 @@ SHIPPED = {
     "bijection-repeats": Recipe(Shape("llama", 2, 4, 96), steps=7_000, warm_up=200, first_length=7, growth=2_000),
     "mess3": Recipe(Shape("gpt2", 4, 4, 64), steps=6_000, batch=128, warm_up=200),
     "rrxor": Recipe(Shape("gpt2", 4, 4, 64), steps=9_000, batch=128, warm_up=200),
-    "selection": Recipe(Shape("llama", 3, 4, 96), steps=7_000, warm_up=200, first_length=6, growth=1_500),
+    "selection": Recipe(
+        Shape("llama", 3, 4, 96), steps=10_000, warm_up=200, distilled=True, first_length=8, growth=1_000
+    ),
     "bijection-distinct": Recipe(Shape("llama", 2, 4, 96), steps=5_000, warm_up=200, first_length=7, growth=1_000),
     "hmm": Recipe(Shape("llama", 3, 4, 96), steps=7_000, warm_up=200, distilled=True, first_length=20, growth=1_500),
 }
