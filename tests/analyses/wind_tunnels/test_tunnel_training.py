@@ -135,6 +135,8 @@ def test_embedded_tasks_enter_through_zero_padded_inputs(family):
     assert torch.equal(logits(model, tokens), model(inputs_embeds=padded).logits)
     with pytest.raises(TunnelError, match="20 dimensions"):
         logits(model, torch.zeros(1, 2, 20))
+    _, curve = train(task, Recipe(Shape(family, 1, 2, 16), steps=4, batch=8, warm_up=2))
+    assert curve[-1]["step"] == 4
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_fiftieth():
