@@ -52,8 +52,8 @@ def train(
     model = build(recipe.shape, tunnel, recipe.seed) if model is None else model
     try:
         model = model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise TunnelError(f"no device {device!r} can be used here: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, AssertionError) as refusal:
+        raise TunnelError(f"no device {device!r} can be used here: {str(refusal).splitlines()[0]}") from refusal
     optimiser = torch.optim.AdamW(_decayed(model, recipe.weight_decay), lr=recipe.learning_rate)
     identity = {"name": name, "recipe": asdict(recipe), "interval": interval}
     start, curve = 0, []
