@@ -2,9 +2,9 @@
 
 An affine probe maps the residual stream of one layer, or of all layers side by side, to the exact posterior. Splitting
 by sequence leaks: most short prefixes recur, so the split is by *prefix*: all positions that share their first six
-tokens lie on one side, and only later positions are reported. A good R² alone means little, so the same probe also
-runs on an untrained network of the same shape, on one-hot windows of the last tokens, on the exact next-token
-predictive, on shuffled beliefs and on random subspaces of the stream.
+tokens lie in one fold, each read by a probe fitted on the others, and only later positions are reported. A good R²
+alone means little, so the same probe also runs on an untrained network of the same shape, on one-hot windows of the
+last tokens, on the exact next-token predictive, on shuffled beliefs and on random subspaces of the stream.
 
 Shapes: n sequences, L positions, W residual width, F features, P posterior entries, N kept positions.
 """
@@ -19,6 +19,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import one_hot
 
+from .bits import asked
 from .errors import TunnelError
 from .protocol import Tunnel
 
@@ -105,25 +106,25 @@ def probe_beliefs(
     length: int | None = None,
     subspaces: int = 200,
 ) -> BeliefProbe:
-    """Probe `model` and every control on fresh sequences of `tunnel`; positions after the prefix only."""
+    """Probe `model` and every control on fresh sequences of `tunnel`, at asked positions after the prefix only."""
     generator = Generator().manual_seed((1 << 42) + seed)
     tokens = tunnel.sample(sequences, generator, length).tokens
-    posterior = tunnel.posterior(tokens).values
-    keep = torch.arange(tokens.shape[1]) >= PREFIX
-    fold = prefix_folds(tokens, generator)[:, None].expand(-1, int(keep.sum())).flatten()
-    beliefs = posterior[:, keep].flatten(0, 1).flatten(1)
+    predictive = tunnel.predictive(tokens)
+    keep = asked(predictive) & (torch.arange(tokens.shape[1]) >= PREFIX)
+    fold = prefix_folds(tokens, generator)[:, None].expand_as(keep)[keep]
+    beliefs = tunnel.posterior(tokens).values[keep].flatten(1)
 
     def kept(features: Tensor) -> Tensor:
-        return features[:, keep].flatten(0, 1).double()
+        return features[keep].double()
 
     sources: dict[str, Tensor] = {}
     for who, network in (("trained", model), ("untrained", untrained)):
         streams = [kept(stream) for stream in residual_streams(network, tokens)]
         sources |= {f"{who}, layer {layer + 1}": stream for layer, stream in enumerate(streams)}
         sources[f"{who}, all layers"] = torch.cat(streams, 1)
-    for window in (2, 3, 5):
+    for window in (2, 3, 5) if tokens.dim() == 2 else ():
         sources[f"one-hot of the last {window} tokens"] = kept(one_hot_window(tokens, window, len(tunnel.vocabulary)))
-    sources["exact next-token predictive"] = kept(tunnel.predictive(tokens))
+    sources["exact next-token predictive"] = kept(predictive)
     lines, reading = {}, beliefs
     for who, features in sources.items():
         fitted, lines[who] = held_out_reading(features, beliefs, fold)

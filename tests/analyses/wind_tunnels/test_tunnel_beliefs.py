@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from advantage_probe.analyses.wind_tunnels import BeliefProcess, ConjugateCounts
+from advantage_probe.analyses.wind_tunnels import BeliefProcess, Bijection, ConjugateCounts, NoisyChain
 from advantage_probe.analyses.wind_tunnels.beliefs import (
     affine_fit,
     held_out_reading,
@@ -101,6 +101,15 @@ def test_streams_are_those_of_the_blocks_and_the_last_feeds_the_unembedding():
     handle.remove()
     first = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
     torch.testing.assert_close(streams[0].float(), first)
+
+
+@pytest.mark.parametrize("task", [Bijection(6, 6, 0.5), NoisyChain(symbols=3, dimensions=4, length=9)])
+def test_positions_where_nothing_is_asked_and_embedded_tokens_are_probed_too(task):
+    networks = [build(Shape("gpt2", 1, 2, 16), task, seed) for seed in (0, 1)]
+    found = probe_beliefs(task, networks[0], networks[1], sequences=300, subspaces=0)
+    asked_after_the_prefix = 3  # keys 7, 9, 11 of the bijection; inputs 7, 8, 9 of the chain
+    assert len(found.truth) == 300 * asked_after_the_prefix
+    assert found.scores.notna().all().all()
 
 
 def test_windows_hold_the_last_tokens_and_nothing_before_the_start():
