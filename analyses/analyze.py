@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..hooks.refusals import BadInput, NoGradientReached
 from ..probe.watch import Watch, watch
-from .corpus import Window, batches, context_of, encode, start_token, windows
+from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
 
 WINDOW = 256  # tokens in a window unless asked otherwise: enough sequences for an interval, from a page of text
 LOGITS = 1 << 27  # logits held at once
@@ -101,15 +101,35 @@ def analyze(
     Raises:
         Whatever the watch refuses; NoGradientReached when no head received a gradient.
     """
-    device = next(model.parameters()).device
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     longest = max(len(window.ids) for window in items)
     size = batch_size or max(1, min(16, LOGITS // (vocabulary * longest)))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    found = {"texts": sorted({window.source for window in items}), "window_tokens": longest, "batch_size": size}
+    groups = batches(items, size, padding)
+    told = {**found, **(record or {})}
+    return collect(
+        model, groups, len(items), tokenizer=tokenizer, name=name, edges=edges, progress=progress, record=told
+    )
+
+
+def collect(
+    model: nn.Module,
+    groups: Iterable[Batch],
+    windows: int,
+    *,
+    tokenizer: Any,
+    name: str,
+    edges: int = 64,
+    progress: Progress | None = None,
+    record: dict[str, Any] | None = None,
+) -> Run:
+    """Watch every head over batches whose targets are aligned with the output; see `analyze`."""
+    device = next(model.parameters()).device
     began = time.monotonic()
-    total, targets, done = 0.0, 0, 0
+    total, targets, tokens, done = 0.0, 0, 0, 0
     with watch(model, detail="edges", edges=edges, tokenizer=tokenizer) as seen:
-        for batch in batches(items, size, padding):
+        for batch in groups:
             ids, mask = batch.ids.to(device), batch.mask.to(device)
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             if seen.error is not None:  # before a backward that the kernel may not have
@@ -119,8 +139,9 @@ def analyze(
                 (loss / batch.count).backward()
             seen.step(loss_weight=1 / batch.count)
             total, targets, done = total + loss.item(), targets + batch.count, done + len(ids)
+            tokens += int(batch.mask.sum())
             if progress is not None:
-                progress(done, len(items), f"loss {total / targets:.3f} nats")
+                progress(done, windows, f"loss {total / targets:.3f} nats")
     heads = seen.heads(intervals=True)
     if (heads["status"].astype(str).str.startswith("no gradient")).all():
         raise NoGradientReached("No gradient reached any head; the loss does not depend on attention.")
@@ -131,15 +152,12 @@ def analyze(
         seen.updates(),
         {
             **_record(model, seen, name),
-            "windows": len(items),
-            "window_tokens": longest,
-            "texts": sorted({window.source for window in items}),
-            "tokens": sum(len(window.ids) for window in items),
+            "windows": windows,
+            "tokens": tokens,
             "targets": targets,
             "loss": total / targets,
             "loss_unit": "nats per target",
             "loss_reduction": "mean over targets; u divided by 1/targets, so numbers are per summed loss",
-            "batch_size": size,
             "seconds": round(time.monotonic() - began, 2),
             **(record or {}),
         },

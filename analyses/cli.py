@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .wind_tunnels.commands import app as tunnel_app
+
 if TYPE_CHECKING:
     from .analyze import Run
 
@@ -26,11 +28,15 @@ app = typer.Typer(
     help="See how cross-entropy reshapes every attention head of a transformer.",
 )
 
+app.add_typer(tunnel_app, name="tunnel")
+
 Model = Annotated[str | None, typer.Argument(help="A local folder or a hub name; leave out with --example.")]
 Text = Annotated[
     list[str] | None, typer.Option("--text", help="Text file, UTF-8; may be given several times; - is stdin.")
 ]
-Example = Annotated[str | None, typer.Option("--example", help="A model and text at hand: gemma or sticky.")]
+Example = Annotated[
+    str | None, typer.Option("--example", help="At hand without a network: gemma, sticky, or a shipped tunnel.")
+]
 Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Analyse at most this many tokens of the text.")]
@@ -83,7 +89,8 @@ def _source(
     files = list(text or [])
     if example is not None:
         if example not in examples.EXAMPLES:
-            raise BadInput(f"--example must be one of {', '.join(examples.EXAMPLES)}, not {example!r}.")
+            known = ", ".join((*examples.EXAMPLES, *_tunnels()))
+            raise BadInput(f"--example must be one of {known}, not {example!r}.")
         if model is not None:
             raise BadInput("Give a model or --example, not both.")
         with _progress(f"preparing {example}") as note:
@@ -128,11 +135,13 @@ def analyze(
     Example: advantage-probe analyze openai-community/gpt2 --text book.txt --out gpt2-book
     """
     from . import analyze as job
-    from .export import check_out, jsonable, new_folder, write_frame, write_json
+    from .export import check_out
     from .loading import load
-    from .report import html
 
     check_out(out, overwrite=overwrite)
+    if example is not None and model is None and example in _tunnels():
+        _analyze_tunnel(example, text, out, edges=edges, top=top, overwrite=overwrite, as_json=as_json)
+        return
     source, texts, name = _source(model, text, example)
     with _progress("loading", 1) as note:
         loaded = load(source, dtype=dtype, device=device, implementation=attention)
@@ -149,15 +158,58 @@ def analyze(
             progress=note,
             record={"revision": loaded.revision},
         )
+    _write(run, out, overwrite=overwrite)
+    _show(run, out, top=top, as_json=as_json)
+
+
+def _tunnels() -> tuple[str, ...]:
+    from .wind_tunnels.shipped import shipped_names
+
+    return tuple(shipped_names())
+
+
+def _analyze_tunnel(
+    name: str, text: list[str] | None, out: Path, *, edges: int, top: int, overwrite: bool, as_json: bool
+) -> None:
+    """A shipped tunnel model on fresh episodes, its heads against the exact posterior."""
+    from ..hooks.refusals import BadInput
+    from .against_truth import analyze_tunnel
+    from .export import write_frame
+
+    if text:
+        raise BadInput("A tunnel makes its own episodes; leave --text out.")
+    with _progress("analysing") as note:
+        found = analyze_tunnel(name, edges=edges, progress=note)
+    _write(found.run, out, overwrite=overwrite, more={"truth": lambda stem: write_frame(found.truth, stem)})
+    _show(found.run, out, top=top, as_json=as_json)
+    if not as_json:
+        shown = found.truth.to_string(index=False, float_format=lambda value: f"{value:.3f}")
+        print(f"\nagainst the exact posterior of {name}, inside positions:\n{shown}")
+        print(
+            "r: correlation with the exact predictive entropy; value_r2: held out; p: at most, 200 exchanges of episodes"
+        )
+
+
+def _write(run: Run, out: Path, *, overwrite: bool, more: dict[str, Callable[[Path], None]] | None = None) -> None:
+    from .export import new_folder, write_frame, write_json
+    from .report import html
+
     with new_folder(out, overwrite=overwrite) as folder, _progress("writing", 5) as note:
         for place, (title, frame) in enumerate(run.frames.items()):
             write_frame(frame, folder / title)
             note(place + 1, 5, title)
+        for title, write in (more or {}).items():
+            write(folder / title)
         write_json(run.record, folder / "run.json")
         (folder / "report.html").write_text(html(run), encoding="utf-8")
         note(5, 5, "report")
+
+
+def _show(run: Run, out: Path, *, top: int, as_json: bool) -> None:
     if as_json:
         import json
+
+        from .export import jsonable
 
         print(json.dumps(jsonable({"record": run.record, "heads": run.heads.to_dict("records")})))
         return
