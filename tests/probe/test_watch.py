@@ -386,7 +386,8 @@ def test_memory_does_not_grow_with_the_steps() -> None:
                 backward(model, step % 3)
                 model.zero_grad(set_to_none=True)
                 watch.step(1.0)
-                gc.collect()
-                held = [entry for entry in gc.get_objects() if isinstance(entry, torch.Tensor)]
-                counts.append(sum(tensor.numel() for tensor in held if tensor.dim() >= 3))
-    assert counts[-1] == counts[10]
+                if step in (10, 29):
+                    gc.collect()
+                    held = [entry for entry in gc.get_objects() if isinstance(entry, torch.Tensor)]
+                    counts.append(sum(tensor.numel() for tensor in held if tensor.dim() >= 3))
+    assert counts[0] == counts[1]

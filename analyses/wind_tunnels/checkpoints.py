@@ -1,0 +1,90 @@
+"""Files of a run, written so that a kill at any moment leaves the previous or the next one whole, never a torn one.
+
+A run's folder holds `run.pt` (weights, optimiser, step, curve: what resuming needs) and, once finished,
+`model.safetensors` with `card.json` beside it (what reading needs: tunnel, recipe, shape, command and log figures).
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .errors import UnusableCheckpoint
+
+RUN, WEIGHTS, CARD = "run.pt", "model.safetensors", "card.json"
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a file beside `path`, flush it to disk, then put it in place in one rename."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        with partial.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_run(folder: Path, state: dict[str, Any]) -> None:
+    """Write the resumable state."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / RUN, lambda path: torch.save(state, path))
+
+
+def load_run(folder: Path) -> dict[str, Any] | None:
+    """The resumable state, or None where no interval was finished; raises `UnusableCheckpoint` if it cannot be read."""
+    path = folder / RUN
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise UnusableCheckpoint(f"{path} cannot be read ({error}): remove it to start the run again") from error
+
+
+def save_model(folder: Path, model: nn.Module, card: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+    """Write the weights (tied ones once, stored as `dtype`) and the card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {
+        name: parameter.detach().to("cpu", dtype).contiguous() for name, parameter in model.named_parameters()
+    }
+    write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    text = json.dumps(card, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(folder / CARD, lambda path: _write_text(path, text))
+
+
+def load_card(folder: Path) -> dict[str, Any]:
+    """The card of a finished run; raises `UnusableCheckpoint` where there is none."""
+    try:
+        return json.loads((folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnusableCheckpoint(f"{folder} holds no readable {CARD}: train a tunnel into it first") from error
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Fill `model` from the folder's weights; every parameter must be there with its shape."""
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except Exception as error:
+        raise UnusableCheckpoint(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != tensors.keys():
+        odd = sorted(parameters.keys() ^ tensors.keys())
+        raise UnusableCheckpoint(f"{folder}: the weights are of another model ({', '.join(odd[:3])} …)")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise UnusableCheckpoint(
+                    f"{folder}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}"
+                )
+            parameter.copy_(tensors[name])
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,184 @@
+"""Training in a tunnel: fresh episodes at every step, hard sampled targets, resumable at any moment.
+
+The episodes of step t come from a generator seeded with (seed, t), so that a resumed run sees what the uninterrupted
+one would have seen and continues the same curve. Supervision is `Episodes.loss`, never Hugging Face's `labels=`. With
+`distilled` the target is the exact predictive itself instead of one draw from it.
+
+Shapes: n episodes, L positions, O outcomes.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from .bits import asked, entropy_bits, kl_bits
+from .checkpoints import load_run, save_model, save_run
+from .errors import TunnelError, UnusableCheckpoint
+from .models import build, logits, parameter_count
+from .protocol import Episodes, Tunnel
+from .recipes import Recipe
+
+HELD_OUT_SEED = 2**40  # far from every training step's seed
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+def train(
+    tunnel: Tunnel,
+    recipe: Recipe,
+    folder: Path | None = None,
+    *,
+    name: str = "",
+    command: str = "",
+    resume: bool = False,
+    interval: int | None = None,
+    model: nn.Module | None = None,
+    forward: Forward = logits,
+    progress: bool = False,
+    device: str = "cpu",
+) -> tuple[nn.Module, list[dict[str, float]]]:
+    """Train a model of `recipe.shape` (or `model`) on `tunnel`; returns it in eval mode with the curve.
+
+    Every `interval` steps (default: a fiftieth of the run) the held-out error is appended to the curve and, with a
+    `folder`, the run is saved atomically; `resume` continues from there. A curve row holds step, loss (nats, mean
+    since the row before), entropy_error and kl (bits). Raises `UnusableCheckpoint` if the saved run had other
+    settings, `TunnelError` if the loss stops being finite.
+    """
+    interval = interval or max(1, recipe.steps // 50)
+    model = build(recipe.shape, tunnel, recipe.seed) if model is None else model
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError) as refusal:
+        raise TunnelError(f"no device {device!r} can be used here: {str(refusal).splitlines()[0]}") from refusal
+    optimiser = torch.optim.AdamW(_decayed(model, recipe.weight_decay), lr=recipe.learning_rate)
+    identity = {"name": name, "recipe": asdict(recipe), "interval": interval}
+    start, curve = 0, []
+    saved = load_run(folder) if resume and folder is not None else None
+    if saved is not None:
+        if saved["identity"] != identity:
+            raise UnusableCheckpoint(f"{folder} holds a run with other settings: give another --out or drop --resume")
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        start, curve = saved["step"], saved["curve"]
+    held_out = tunnel.sample(256, Generator().manual_seed(HELD_OUT_SEED + recipe.seed))
+    truth = tunnel.predictive(held_out.tokens)
+    model.train()
+    total = 0.0
+    for step in _counted(start, recipe.steps, progress, curve):
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(recipe, step)
+        length = episode_length(recipe, tunnel.length, step)
+        batch = recipe.batch * tunnel.length // length
+        episodes = tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
+        loss = objective(tunnel, episodes, forward(model, episodes.tokens.to(device)), recipe.distilled)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimiser.step()
+        total += loss.item()
+        if not math.isfinite(total):
+            raise TunnelError(f"the loss is {loss.item()} at step {step}: lower the learning rate")
+        if (step + 1) % interval == 0 or step + 1 == recipe.steps:
+            since = step + 1 - (int(curve[-1]["step"]) if curve else 0)
+            error, divergence = held_out_error(model, held_out, truth, tunnel.outcomes, forward)
+            row = {"step": step + 1, "loss": total / since, "entropy_error": error, "kl": divergence}
+            curve.append({key: round(value, 6) for key, value in row.items()})
+            total = 0.0
+            if folder is not None:
+                state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+                save_run(folder, {"identity": identity, "step": step + 1, "curve": curve, **state})
+    model.eval()
+    if folder is not None:
+        save_model(folder, model, card(name, recipe, command, curve, model))
+    return model, curve
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up over `warm_up` steps, then half a cosine down to a fiftieth of the peak at the last step."""
+    warm = min(1.0, (step + 1) / max(1, recipe.warm_up))
+    done = max(0.0, (step - recipe.warm_up) / max(1, recipe.steps - recipe.warm_up))
+    return recipe.learning_rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def objective(tunnel: Tunnel, episodes: Episodes, output: Tensor, distilled: bool) -> Tensor:
+    """Mean cross-entropy in nats of logits (n, L, vocabulary): against the sampled targets, or the exact predictive if
+    `distilled`.
+    """
+    if not distilled:
+        return episodes.loss(output)
+    where = episodes.targets >= 0
+    exact = tunnel.predictive(episodes.tokens)[where].to(output.device, output.dtype)
+    return -(exact * output[where.to(output.device)].log_softmax(-1)[:, list(tunnel.outcomes)]).sum(-1).mean()
+
+
+def episode_length(recipe: Recipe, whole: int, step: int) -> int:
+    """Positions of the episodes of `step`: from `first_length` to `whole` over `growth` steps."""
+    if step >= recipe.growth:
+        return whole
+    return min(whole, recipe.first_length + (whole - recipe.first_length) * step // recipe.growth)
+
+
+@torch.no_grad()
+def held_out_error(
+    model: nn.Module, episodes: Episodes, truth: Tensor, outcomes: tuple[int, ...], forward: Forward = logits
+) -> tuple[float, float]:
+    """Mean |H_model − H_exact| and mean KL(exact ‖ model), bits, over every asked position, renormalised over the
+    outcomes.
+    """
+    training = model.training
+    model.eval()
+    tokens = episodes.tokens.to(next(model.parameters()).device)
+    rows = forward(model, tokens)[..., list(outcomes)].double().softmax(-1).cpu()
+    model.train(training)
+    where = asked(truth)
+    rows, exact = rows[where], truth[where]
+    error = (entropy_bits(rows) - entropy_bits(exact)).abs().mean()
+    return float(error), float(kl_bits(exact, rows).mean())
+
+
+def card(name: str, recipe: Recipe, command: str, curve: list[dict[str, float]], model: nn.Module) -> dict[str, Any]:
+    """What lies beside the weights: tunnel, command, recipe, versions and the log figures of the run."""
+    import transformers
+
+    return {
+        "tunnel": name,
+        "command": command,
+        "recipe": asdict(recipe),
+        "parameters": parameter_count(model),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "threads": torch.get_num_threads(),
+        "units": {"loss": "nats", "entropy_error": "bits", "kl": "bits"},
+        "curve": curve,
+    }
+
+
+def _decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decay matrices, leave gains and biases alone."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _counted(start: int, steps: int, progress: bool, curve: list[dict[str, float]]) -> Iterable[int]:
+    """Steps, behind a bar that shows the current error where asked for."""
+    if not progress:
+        yield from range(start, steps)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("entropy error {task.fields[error]} bits, KL {task.fields[kl]}"),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("train", total=steps, completed=start, error="–", kl="–")
+        for step in range(start, steps):
+            yield step
+            last = curve[-1] if curve else {"entropy_error": math.nan, "kl": math.nan}
+            bar.update(task, completed=step + 1, error=f"{last['entropy_error']:.4f}", kl=f"{last['kl']:.5f}")

@@ -1,0 +1,35 @@
+#!/usr/bin/env python3
+"""Print the README's table of shipped wind-tunnel models, every figure recomputed from the weights:
+scripts/tunnel_figures.py.
+"""
+
+from advantage_probe.analyses.wind_tunnels.shipped import evaluate, shipped_names
+
+SEQUENCES = 2_000
+
+
+def main() -> None:
+    """One line per check, then per model the KL and entropy error beside those of the best trivial rival."""
+    results = [evaluate(name, SEQUENCES) for name in shipped_names()]
+    print("| model | figure | measured | held to |")
+    print("|---|---|---|---|")
+    for result in results:
+        for check in result.checks:
+            sign = "≥" if check.least else "≤"
+            print(f"| `{result.name}` | {check.what} | {check.measured:.5f} | {sign} {check.bound:.5f} |")
+    print("\n| model | positions | KL, bits | best rival | entropy error, bits | best rival |")
+    print("|---|---|---|---|---|---|")
+    for result in results:
+        for title, figures in result.tables.items():
+            if "model" not in figures.index:
+                continue
+            cells = []
+            for column in ("kl", "entropy_error"):
+                rivals = figures.drop(index="model")[column]
+                cells.append(f"{figures.loc['model', column]:.5f} ± {figures.loc['model', f'{column}_ci']:.5f}")
+                cells.append(f"{rivals.min():.5f} ({rivals.idxmin()})")
+            print(f"| `{result.name}` | {title} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
