@@ -289,7 +289,7 @@ def _unnamed() -> None:
 def plans(module: nn.Module | None, query: Tensor, kind: Callable[[], Kind | None] = _unnamed) -> list[Plan]:
     """Who observes this call of `module` with `query` (B,H,Q,D); `kind`: what the call's arguments say of its kind."""
     if recomputing():
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (module is not None and id(module) not in _by_module):
             return []
         return [plan for attachment in tuple(_attachments) if (plan := attachment.repeat(module, query)) is not None]
     attachments = _by_module.get(id(module))

@@ -72,10 +72,19 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
             return compiled.follow(original, self, args, kwargs)
         attachments = attached(id(self))
         if not attachments:
-            return original(self, *args, **kwargs)
+            return _unwatched(original, self, args, kwargs) if recomputing() else original(self, *args, **kwargs)
         return _followed(attachments, self, original, self, args, kwargs)
 
     return __call__
+
+
+def _unwatched(original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recomputed call of a module that nobody watches: what it calls must not be taken for a twin's call."""
+    enter(module, args, kwargs)
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        leave()
 
 
 def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,17 +83,20 @@ class Recomputations:
             freed()
 
     def match(self, module: nn.Module | None, query: Tensor) -> Awaited | None:
-        """The call that is computed again, by `module` where that is known."""
+        """The call that is computed again, by `module`; None where a checkpointed function runs without its module."""
         own: list[Awaited] = []
         others: list[Awaited] = []
         for key, queue in self._queues.items():
             fitting = [entry for entry in queue if entry.alive and entry.shape == query.shape]
-            (own if key == id(module) else others).extend(fitting)
+            if key == id(module):
+                own.extend(fitting)
+            elif module is None:
+                others.extend(fitting)
         if not own and not others:
             return None
         mark = fingerprint(query)
         equal = [entry for entry in own if torch.equal(entry.fingerprint, mark)]
-        # a checkpointed function may run without its module; then its query alone says which call it was
+        # without a module the query alone says which call it was
         equal = equal or [entry for entry in others if torch.equal(entry.fingerprint, mark)]
         if not equal and not own:
             return None

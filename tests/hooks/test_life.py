@@ -119,6 +119,33 @@ def test_copies_saves_and_averages_of_a_watched_model_work_and_record_nothing(bu
     assert keys == list(model.state_dict()) == list(twin.state_dict())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["registry", "functional"])
+def test_a_twin_that_nobody_watches_is_not_taken_for_the_watched_model(kind: str, reentrant: bool) -> None:
+    if kind == "registry":
+        model = zoo.llama().train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    else:
+        model = plain.gpt(checkpoint=reentrant)
+    twin = copy.deepcopy(model)
+
+    def loss(which: nn.Module) -> torch.Tensor:
+        return which(plain.ids()) if kind == "functional" else which(**zoo.batch("llama")).loss
+
+    loss(model).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    with ap.watch(model) as watch:
+        one, other = loss(model), loss(twin)  # bit-equal queries in both
+        other.backward()
+        assert not any(entry.sums.total.any() for entry in watch.state().entries.values())
+        one.backward()
+    assert watch.heads()["queries"].max() == 18
+    for which in (model, twin):
+        assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(which.parameters(), expected))
+
+
 def test_hooks_of_other_people_stay_and_see_what_they_saw() -> None:
     model = plain.gpt()
     seen: list[str] = []
