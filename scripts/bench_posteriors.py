@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from advantage_probe.analyses.wind_tunnels import HiddenMarkov, tunnel, tunnel_names
 from hmmlearn.hmm import CategoricalHMM
+
+from advantage_probe.analyses.wind_tunnels import HiddenMarkov, tunnel, tunnel_names
 
 SEQUENCES, LENGTH, STATES, SYMBOLS = 10_000, 50, 5, 5
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+
 from advantage_probe.analyses.wind_tunnels.calibration import by_position, errors, held_out, model_rows, table
 from advantage_probe.analyses.wind_tunnels.checkpoints import write_atomically
 from advantage_probe.analyses.wind_tunnels.controls import KINDS, RATES, called, sized_like, train_control

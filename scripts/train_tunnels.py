@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+
 from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED
 from advantage_probe.analyses.wind_tunnels.registry import tunnel
 from advantage_probe.analyses.wind_tunnels.training import train

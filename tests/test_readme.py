@@ -30,6 +30,6 @@ def test_every_column_is_explained() -> None:
 def test_every_named_exception_has_its_remedy() -> None:
     import advantage_probe as ap
 
-    named = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
+    named = set(re.findall(r"^\| `(\w+)` \|", README.split("## Exceptions and their remedies")[1], re.M))
     exported = {name for name in ap.__all__ if isinstance(getattr(ap, name), type)}
     assert named == {name for name in exported if issubclass(getattr(ap, name), ap.ProbeError)} - {"ProbeError"}

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from advantage_probe.hooks.attach import Attachment
 from advantage_probe.hooks.call import AttentionCall, CallSite, Needs
 from advantage_probe.hooks.site import Site
-from torch import Tensor, nn
 
 NAME = "advantage_probe_reference"
 

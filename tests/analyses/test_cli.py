@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import torch
 import zoo
+
 from advantage_probe.analyses import cli
 from advantage_probe.hooks import attention_registry
 
@@ -135,6 +136,15 @@ def test_analyze_writes_tables_a_record_and_a_report(folder: Path, text: Path, t
     assert record["versions"]["torch"]
     tokens = pd.read_parquet(out / "tokens.parquet")
     assert set(tokens["token"].dropna()) <= {f"w{number}" for number in range(zoo.VOCABULARY)}
+
+
+def test_a_shipped_tunnel_is_an_example_like_any_other(tmp_path: Path, text: Path) -> None:
+    result = run("analyze", "--example", "bijection-repeats", "--out", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    assert "against the exact posterior" in result.stdout
+    assert {"truth.csv", "truth.parquet", "report.html"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    refused(run("analyze", "--example", "bijection-repeats", "--text", text, "--out", tmp_path / "o"), "--text")
+    assert "bijection-repeats" in run("tunnel", "list").stdout
 
 
 def test_numbers_do_not_depend_on_the_batch_size(folder: Path, text: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+
 from advantage_probe.analyses import analyze as job
 from advantage_probe.analyses.corpus import read_text
 from advantage_probe.analyses.examples import gemma, text_file

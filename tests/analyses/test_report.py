@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 import zoo
+
 from advantage_probe.analyses import export
 from advantage_probe.analyses.analyze import analyze
 from advantage_probe.analyses.corpus import Window

@@ -6,13 +6,14 @@ import copy
 import io
 import pickle
 
-import advantage_probe as ap
 import pytest
 import torch
 import zoo
+from truth import recorded, relative
+
+import advantage_probe as ap
 from advantage_probe.hooks.attention_registry import read
 from advantage_probe.probe.law import law
-from truth import recorded, relative
 
 KERNELS = [(family, kernel) for family, entry in zoo.FAMILIES.items() for kernel in entry.kernels]
 

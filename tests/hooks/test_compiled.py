@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import advantage_probe as ap
 import census
 import plain
 import pytest
 import torch
 import zoo
 from torch import nn
+
+import advantage_probe as ap
 
 BUILDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "llama": (lambda: zoo.llama(num_hidden_layers=1), zoo.batch("llama")),

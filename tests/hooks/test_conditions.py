@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 
-import advantage_probe as ap
 import census
 import plain
 import pytest
 import torch
 import zoo
+from torch import nn
+from truth import recorded, relative
+
+import advantage_probe as ap
 from advantage_probe.hooks.packing import documents
 from advantage_probe.probe.law import law
 from advantage_probe.probe.verify import residuals
-from torch import nn
-from truth import recorded, relative
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

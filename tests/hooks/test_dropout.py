@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import advantage_probe as ap
 import plain
 import pytest
 import torch
 import zoo
+from torch import nn
+from truth import recorded, relative
+
+import advantage_probe as ap
 from advantage_probe.probe.law import law
 from advantage_probe.probe.statistics import COLUMNS, WITHOUT_WEIGHTS
 from advantage_probe.probe.verify import residuals
-from torch import nn
-from truth import recorded, relative
 
 
 def llama(kernel: str) -> nn.Module:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import advantage_probe as ap
 import census
 import pytest
 import torch
+from truth import recorded
+
+import advantage_probe as ap
 from advantage_probe.hooks.families import by_hand
 from advantage_probe.probe.law import law
-from truth import recorded
 
 HAND = [
     name for name, entry in census.FAMILIES.items() if entry.expected == "numbers" and entry.feed in ("text", "pair")

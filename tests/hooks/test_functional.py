@@ -7,15 +7,16 @@ import sys
 import types
 import warnings
 
-import advantage_probe as ap
 import plain
 import pytest
 import torch
 import torch.nn.functional as F
-from advantage_probe.probe.law import law
-from advantage_probe.probe.verify import residuals
 from torch import nn
 from truth import recorded
+
+import advantage_probe as ap
+from advantage_probe.probe.law import law
+from advantage_probe.probe.verify import residuals
 
 STYLES = ["module", "name", "gqa", "mask", "window", "bias"]
 

@@ -10,13 +10,14 @@ import threading
 import warnings
 from typing import Any
 
-import advantage_probe as ap
 import plain
 import pytest
 import torch
 import zoo
-from advantage_probe.hooks import attach, compiled, override
 from torch import nn
+
+import advantage_probe as ap
+from advantage_probe.hooks import attach, compiled, override
 
 # -- no gradients, threads, copies -------------------------------------------------------------------------------------
 

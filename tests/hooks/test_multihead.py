@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import advantage_probe as ap
 import plain
 import pytest
 import torch
-from advantage_probe.probe.law import law
-from advantage_probe.probe.verify import residuals
 from torch import nn
 from truth import recorded, relative
+
+import advantage_probe as ap
+from advantage_probe.probe.law import law
+from advantage_probe.probe.verify import residuals
 
 
 def attend(mha: nn.MultiheadAttention, x: torch.Tensor, **arguments) -> torch.Tensor:

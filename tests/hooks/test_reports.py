@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import advantage_probe as ap
 import census
 import pytest
 import torch
 import zoo
-from advantage_probe.probe.law import law
-from advantage_probe.probe.verify import residuals
 from torch import nn
 from truth import KEPT, NAME, recorded, reference_registered, relative
+
+import advantage_probe as ap
+from advantage_probe.probe.law import law
+from advantage_probe.probe.verify import residuals
 
 
 def loss_of(model: nn.Module, family: str) -> torch.Tensor:

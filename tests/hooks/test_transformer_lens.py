@@ -9,16 +9,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import advantage_probe as ap
 import census
 import pytest
 import torch
 import zoo
+from torch import nn
+from truth import recorded, relative
+
+import advantage_probe as ap
 from advantage_probe.hooks import transformer_lens as adapter
 from advantage_probe.probe.law import law
 from advantage_probe.probe.verify import residuals
-from torch import nn
-from truth import recorded, relative
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: zoo.gpt2(scale_attn_by_inverse_layer_idx=False, attn_implementation="eager"),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 
-import advantage_probe as ap
 import numpy as np
 import pytest
 import torch
 import zoo
+from truth import NAME, recorded, reference_registered
+
+import advantage_probe as ap
 from advantage_probe.probe import bootstrap
 from advantage_probe.probe.law import law
 from advantage_probe.probe.state import State
 from advantage_probe.probe.statistics import COLUMNS, SUMS, Sums
-from truth import NAME, recorded, reference_registered
 
 
 def captured(family: str, rows: int = 3):

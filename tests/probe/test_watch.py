@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 
-import advantage_probe as ap
 import pytest
 import torch
 import zoo
+
+import advantage_probe as ap
 
 
 def backward(model, seed: int = 0) -> None:
@@ -123,8 +124,9 @@ def test_layers_and_heads_restrict_the_tables() -> None:
 
 
 def test_edges_are_the_largest_score_gradients_of_the_whole_run() -> None:
-    from advantage_probe.probe.law import law
     from truth import recorded
+
+    from advantage_probe.probe.law import law
 
     model = zoo.llama()
     with ap.watch(model, detail="edges", edges=6) as watch:
@@ -171,8 +173,9 @@ def test_token_rows_sum_to_the_heads_table() -> None:
 
 
 def test_update_directions_are_the_mean_of_the_value_gradients() -> None:
-    from advantage_probe.probe.law import law
     from truth import recorded
+
+    from advantage_probe.probe.law import law
 
     model = zoo.llama()
     with ap.watch(model) as watch:

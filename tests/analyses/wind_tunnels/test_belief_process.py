@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from advantage_probe.analyses.wind_tunnels import BeliefProcess
 from advantage_probe.analyses.wind_tunnels.belief_process import stationary
 from advantage_probe.analyses.wind_tunnels.errors import BadMatrix, ImpossibleObservation

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from advantage_probe.analyses.wind_tunnels import Bijection
 from advantage_probe.analyses.wind_tunnels.errors import ImpossibleObservation, MalformedTokens, TunnelError
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from advantage_probe.analyses.wind_tunnels.bits import asked, entropy_bits
 from advantage_probe.analyses.wind_tunnels.errors import MalformedTokens
 from advantage_probe.analyses.wind_tunnels.protocol import Episodes, Tunnel

@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from hmmlearn.hmm import CategoricalHMM
+
 from advantage_probe.analyses.wind_tunnels import FreshHiddenMarkov, HiddenMarkov
 from advantage_probe.analyses.wind_tunnels.errors import BadMatrix, ImpossibleObservation, MalformedTokens
-from hmmlearn.hmm import CategoricalHMM
 
 
 def random_model(states: int, symbols: int, seed: int, zeros: bool = False) -> HiddenMarkov:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from advantage_probe.analyses.wind_tunnels import ModelSelection
 from advantage_probe.analyses.wind_tunnels.bits import asked, total_variation
 from advantage_probe.analyses.wind_tunnels.calibration import held_out

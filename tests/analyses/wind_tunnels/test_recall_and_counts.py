@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from scipy import integrate, stats
+
 from advantage_probe.analyses.wind_tunnels import AssociativeRecall, ConjugateCounts
 from advantage_probe.analyses.wind_tunnels.errors import ImpossibleObservation, MalformedTokens, TunnelError
-from scipy import integrate, stats
 
 SMALL = AssociativeRecall(keys=3, values=3, pairs=4, questions=2, flip=0.2)
 

@@ -1,6 +1,7 @@
 """Every shipped figure, recomputed from the weights on fresh sequences."""
 
 import pytest
+
 from advantage_probe.analyses.wind_tunnels.checkpoints import load_card
 from advantage_probe.analyses.wind_tunnels.errors import UnusableCheckpoint
 from advantage_probe.analyses.wind_tunnels.models import parameter_count

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from sklearn.linear_model import LinearRegression
+from sklearn.metrics import r2_score
+from sklearn.model_selection import LeaveOneGroupOut, cross_val_predict
+
 from advantage_probe.analyses.wind_tunnels import BeliefProcess, Bijection, ConjugateCounts, NoisyChain
 from advantage_probe.analyses.wind_tunnels.beliefs import (
     affine_fit,
@@ -14,9 +18,6 @@ from advantage_probe.analyses.wind_tunnels.beliefs import (
 )
 from advantage_probe.analyses.wind_tunnels.errors import TunnelError
 from advantage_probe.analyses.wind_tunnels.models import Shape, build
-from sklearn.linear_model import LinearRegression
-from sklearn.metrics import r2_score
-from sklearn.model_selection import LeaveOneGroupOut, cross_val_predict
 
 MESS3 = BeliefProcess.mess3()
 

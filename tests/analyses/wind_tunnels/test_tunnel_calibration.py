@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
+
 from advantage_probe.analyses.wind_tunnels import Bijection
 from advantage_probe.analyses.wind_tunnels.bits import entropy_bits, kl_bits, total_variation
 from advantage_probe.analyses.wind_tunnels.calibration import (
@@ -18,7 +20,6 @@ from advantage_probe.analyses.wind_tunnels.calibration import (
 )
 from advantage_probe.analyses.wind_tunnels.errors import TunnelError
 from advantage_probe.analyses.wind_tunnels.models import Shape, build
-from scipy import stats
 
 TASK = Bijection(symbols=6, pairs=5, repeats=0.5)
 

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
 from advantage_probe.analyses.wind_tunnels import shipped
 from advantage_probe.analyses.wind_tunnels.commands import app
-from typer.testing import CliRunner
 
 
 def run(*words: str):

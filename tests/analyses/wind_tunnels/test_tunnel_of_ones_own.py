@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from advantage_probe.analyses.wind_tunnels import Beliefs, Episodes, Tunnel, calibrate, register, train, tunnel
 from advantage_probe.analyses.wind_tunnels.bits import entropy_bits, uniform_like
 from advantage_probe.analyses.wind_tunnels.models import Shape

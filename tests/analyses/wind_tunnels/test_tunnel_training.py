@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+
 from advantage_probe.analyses.wind_tunnels import Bijection, ConjugateCounts, NoisyChain
 from advantage_probe.analyses.wind_tunnels.calibration import calibrate, held_out, model_rows, table
 from advantage_probe.analyses.wind_tunnels.checkpoints import load_run, write_atomically
