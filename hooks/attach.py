@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from . import attention_registry, compiled, families, following, functional, override, transformer_lens
 from .call import AttentionCall, CallSite, Needs, Receiver
-from .forward import Forward, Frame, takes_inputs
+from .forward import Forward, Frame, looks_padded, takes_inputs
 from .packing import Packing
 from .recomputation import Decision, Recomputations
 from .refusals import UnsupportedKernel
@@ -35,6 +35,7 @@ SHARDED = (
     "Query shards of one sequence (context parallelism) see only a part of its attention and cannot be added up; "
     "watch a run that keeps whole sequences on a device."
 )
+_CHECKED = 8  # forwards whose ids are looked at for forgotten padding
 _lock = threading.RLock()
 _by_module: dict[int, tuple[Attachment, ...]] = {}
 _attachments: list[Attachment] = []
@@ -74,7 +75,7 @@ class Attachment:
         self.open = True
         self.blind_calls = 0
         self.ran = False
-        self._said = self._hidden_said = False
+        self._said = self._hidden_said = self._padding_said = False
         self._settled = False
         self._forwards = 0
         self.packing = Packing()
@@ -155,6 +156,13 @@ class Attachment:
     def _new_forward(self, top: Frame | None) -> Forward:
         self._forwards += 1
         self.ran |= torch.is_grad_enabled()
+        if self._forwards <= _CHECKED and not self._padding_said and looks_padded(self.model, top):
+            self._padding_said = True
+            warnings.warn(
+                "advantage_probe: the ids hold padding but no attention_mask was given, so padding is attended to and "
+                "counted like text; pass attention_mask.",
+                stacklevel=2,
+            )
         return Forward(self._forwards, torch.is_grad_enabled(), self.reaches(), top)
 
     def _current(self, module: nn.Module) -> Forward:

@@ -79,6 +79,19 @@ def frame(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     )
 
 
+def looks_padded(model: nn.Module, top: Frame | None) -> bool:
+    """True when ids came without a mask and some row begins with padding, or ends with two of it, and others do not.
+
+    A single padding id at the end may be a genuine end of text where the two share an id.
+    """
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if top is None or top.ids is None or top.mask is not None or not isinstance(padding, int) or top.ids.shape[1] < 3:
+        return False
+    blank = top.ids == padding
+    rows = blank[:, 0] | blank[:, -2:].all(1)
+    return bool(rows.any()) and not bool(rows.all())
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """What the rows of one call's batch are.

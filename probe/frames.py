@@ -149,11 +149,24 @@ def history(steps: Sequence[Step]) -> pd.DataFrame:
                 "label": [label(key, head) for head in range(count)],
                 "layer": None if key.site.layer < 0 else key.site.layer,
                 "loss_weight": np.nan if step.loss_weight is None else step.loss_weight,
+                "loss_scale": np.nan if step.loss_scale is None else step.loss_scale,
             }
             table |= _columns(key, sums.columns())
             table["status"] = _status(sums, True, step.skipped)
             tables.append(pd.DataFrame(table, index=range(count)))
-    names = ["step", "module", "use", "backward", "head", "label", "layer", "loss_weight", *COLUMNS, "status"]
+    names = [
+        "step",
+        "module",
+        "use",
+        "backward",
+        "head",
+        "label",
+        "layer",
+        "loss_weight",
+        "loss_scale",
+        *COLUMNS,
+        "status",
+    ]
     return _typed(_stacked(tables, names))
 
 

@@ -29,11 +29,16 @@ Detail = Literal["heads", "tokens", "edges"]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One closed step: its number, what was summed per key, the loss weight (None: not told), whether it was skipped."""
+    """One closed step: its number and what was summed per key.
+
+    `loss_weight` and `loss_scale` (of the GradScaler): None when they were not told. `skipped`: the scaler left the step
+    out because of non-finite gradients; it is no part of the pooled numbers.
+    """
 
     number: int
     sums: dict[Key, Sums]
     loss_weight: float | None
+    loss_scale: float | None
     skipped: bool
 
 
@@ -152,7 +157,8 @@ class Watch:
         self._open.close_step()
         self._weights.add(loss_weight)
         sums = {key: entry.sums.copy(replicated=False) for key, entry in self._open.entries.items()}
-        self._steps.append(Step(self._number, sums, loss_weight, skipped))
+        scale = None if self.scaler is None else self._scale
+        self._steps.append(Step(self._number, sums, loss_weight, scale, skipped))
         if not skipped:
             self._closed_steps.merge(self._open)
         self._open, self._scale = State(), None
@@ -160,7 +166,8 @@ class Watch:
     def _complain(self) -> None:
         """Raise when an observed step saw nothing: an empty table must not look like a result."""
         if self._open.entries:
-            if not any(entry.sums.total.any() for entry in self._open.entries.values()):
+            entries = self._open.entries.values()
+            if not any(entry.sums.total.any() or entry.sums.bad_now.any() for entry in entries):
                 self._hint()
             return
         blind = self._attachment.blind_calls
