@@ -132,3 +132,24 @@ def relative(found: Tensor, true: Tensor) -> float:
     """max |found − true| / max |true|."""
     found, true = found.detach(), true.detach()
     return float((found - true).abs().max() / true.abs().max())
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Copies of all parameter gradients, which are then taken off the model."""
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    assert found
+    return found
+
+
+def untouched() -> None:
+    """Nothing of ours is left in transformers or in torch."""
+    import zoo
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    assert ALL_ATTENTION_FUNCTIONS._local_mapping == {}
+    assert not hasattr(AttentionInterface.get_interface, "__closure__") or (
+        AttentionInterface.get_interface.__module__ == "transformers.modeling_utils"
+    )
+    for kind in (type(zoo.llama()), type(zoo.gpt2())):
+        assert "__call__" not in vars(kind)
