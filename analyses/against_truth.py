@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..hooks.attach import Attachment
+from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.site import Site
 from ..probe.frames import label
@@ -183,7 +183,7 @@ class _Values:
 
 def _values(model: nn.Module, drawn: Episodes) -> dict[str, Array]:
     receiver = _Values()
-    attachment = Attachment(model, receiver)
+    attachment = attach(model, receiver)
     try:
         for batch in batches(drawn, 64):
             logits: Tensor = model(input_ids=batch.ids, use_cache=False).logits

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compiled, override
+from .attachment import plans
 from .dropout import replay, unreadable
 from .observe import Reading, additive, observe
 from .refusals import UnsupportedKernel
@@ -98,8 +99,6 @@ def _names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _observing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    from .attach import plans
-
     names = _names(function)
 
     def attention_forward(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .attachment import plans
 from .observe import Reading, observe
 from .running import stacks
 from .site import Kind
@@ -136,8 +137,6 @@ class Chain(TorchFunctionMode):
             self._note(result, _Weights(state, score))
 
     def _finish(self, func: Any, state: _Weights, weights: Tensor, value: Tensor, args: Any, kwargs: Any) -> Tensor:
-        from .attach import plans
-
         own = value.view_as(value)
         result: Tensor = func(*(own if part is value else part for part in args), **kwargs)
         self._known.clear()

@@ -11,22 +11,19 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .attachment import Attachment, attached
+from .attachment import traced as watched
 from .call import CallSite
 from .observe import Reading, site_of
 from .refusals import ProbeError, UnsupportedKernel
 from .tap import Delivery, recomputing
 from .visibility import Structure, Visibility
 
-if TYPE_CHECKING:
-    from .attach import Attachment
-
-# modules of open watches by id → whether their calls need a gradient path of our own; read while tracing
-watched: dict[int, bool] = {}
 # ids of the modules whose `__call__` is being traced, outermost first
 tracing: list[int] = []
 
@@ -162,8 +159,6 @@ def _(output: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attachments(module: int) -> Sequence[Attachment]:
-    from .attach import attached
-
     return [attachment for attachment in attached(module) if attachment.open]
 
 

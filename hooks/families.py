@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import compiled
+from .attachment import refuse, watched
 from .chain import Chain
 from .refusals import UnsupportedFamily
 from .running import stacks
@@ -70,7 +71,6 @@ def overrides(model: nn.Module) -> Iterator[tuple[Any, str, Callable[[Any], Any]
 
 def chained(original: Callable[..., Any]) -> Callable[..., Any]:
     """A `forward` whose operations are read while somebody watches the module."""
-    from .attach import refuse, watched
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

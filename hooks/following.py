@@ -10,20 +10,17 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import compiled
+from .attachment import Attachment, attached
 from .families import has_softmax
 from .forward import frame, frames
 from .running import enter, leave, stacks
 from .tap import recomputing
-
-if TYPE_CHECKING:
-    from .attach import Attachment
-
 
 _unseen: dict[Any, bool] = {}
 
@@ -65,7 +62,6 @@ def _say(kind: type[nn.Module]) -> None:
 
 def _following(original: Callable[..., Any]) -> Callable[..., Any]:
     """A `__call__` for a class, which notes the calls of watched instances and leaves all others alone."""
-    from .attach import attached
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -89,7 +85,6 @@ def _unwatched(original: Callable[..., Any], module: nn.Module, args: tuple[Any,
 
 def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
     """The `__call__` of compiled modules: it stands for the module that was compiled, whose own is inside the graph."""
-    from .attach import attached
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inner = self._modules.get("_orig_mod")

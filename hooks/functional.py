@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import compiled, override
+from .attachment import SHARDED, plans, refuse
 from .dropout import replay, unreadable
 from .observe import Observation, Reading, observe
 from .refusals import UnsupportedKernel
@@ -78,8 +79,6 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    from .attach import SHARDED, plans, refuse
-
     def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return _traced(original, query, key, value, *args, **kwargs)
@@ -233,8 +232,6 @@ def _ringed(function: Any) -> bool:
 
 
 def _flexing(original: Callable[..., Any]) -> Callable[..., Any]:
-    from .attach import refuse
-
     def flex_attention(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not stacks.calls:
             refuse(
@@ -251,7 +248,6 @@ def _flexing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
     """The inference path of encoder layers: noted as attention without a gradient."""
-    from .attach import refuse
 
     def fused(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -323,8 +319,6 @@ class _Products:
         return output.transpose(1, 2).flatten(0, 1)
 
     def _score(self, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        from .attach import plans
-
         self._scored = True
         stacks.read += 1
         heads, added = self._heads, _added(self._running)

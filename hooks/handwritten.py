@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compiled
+from .attachment import plans
 from .observe import Reading, observe
 from .refusals import BadRequest
 from .running import stacks
@@ -48,8 +49,6 @@ def expose(
     Raises:
         BadRequest: for tensors without four axes, or an output of another shape.
     """
-    from .attach import plans
-
     shapes = [tuple(tensor.shape) for tensor in (query, key, value, output)]
     if any(len(shape) != 4 for shape in shapes) or shapes[3] != (*shapes[0][:3], shapes[2][3]):
         raise BadRequest(

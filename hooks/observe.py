@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .attachment import Plan
 from .call import CallSite
 from .refusals import ProbeError
 from .running import stacks
 from .tap import Delivery, Replay, tap_inputs, tap_output
 from .visibility import Structure
-
-if TYPE_CHECKING:
-    from .attach import Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ..hooks.attach import Attachment
+from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.refusals import BadInput, NoAttentionSeen, NoGradientReached
 from ..hooks.site import Site
@@ -204,7 +204,7 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[Any], 
     """
     verifier = _Verifier()
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    attachment = Attachment(model, verifier, reach_all=True)
+    attachment = attach(model, verifier, reach_all=True)
     try:
         with torch.enable_grad():
             for parameter, _ in before:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pandas as pd
 from torch import nn
 
-from ..hooks.attach import Attachment
+from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.refusals import BadRequest, ClosedWatch, MergeRefused, NoAttentionSeen, NoGradientReached
 from ..hooks.site import Site
@@ -83,7 +83,7 @@ class Watch:
         self._steps: list[Step] = []
         self._weights: set[float | None] = set()
         self._scale: float | None = None
-        self._attachment = Attachment(model, self, reach_all=reach_all)
+        self._attachment = attach(model, self, reach_all=reach_all)
 
     # -- receiver ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advantage_probe.hooks.attach import Attachment
+from advantage_probe.hooks.attach import attach
 from advantage_probe.hooks.call import AttentionCall, CallSite, Needs
 from advantage_probe.hooks.site import Site
 
@@ -121,7 +121,7 @@ class Recorder:
 @contextmanager
 def recorded(model: nn.Module, **options: Any) -> Iterator[Recorder]:
     recorder = Recorder(inputs=options.pop("inputs", False))
-    attachment = Attachment(model, recorder, **options)
+    attachment = attach(model, recorder, **options)
     try:
         yield recorder
     finally:

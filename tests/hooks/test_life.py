@@ -17,7 +17,7 @@ import zoo
 from torch import nn
 
 import advantage_probe as ap
-from advantage_probe.hooks import attach, compiled, override
+from advantage_probe.hooks import attachment, compiled, override
 
 # -- no gradients, threads, copies -------------------------------------------------------------------------------------
 
@@ -171,8 +171,8 @@ def test_a_thousand_watches_leave_nothing_behind(build: Any) -> None:
     assert live() == before
     assert len(gc.get_objects()) < objects + 200
     assert not override._active
-    assert not attach._by_module
-    assert not attach._attachments
+    assert not attachment._by_module
+    assert not attachment._attachments
     assert not compiled.watched
     assert all(not module._forward_hooks and not module._backward_hooks for module in model.modules())
 
