@@ -108,9 +108,15 @@ def analyze(
     found = {"texts": sorted({window.source for window in items}), "window_tokens": longest, "batch_size": size}
     groups = batches(items, size, padding)
     told = {**found, **(record or {})}
-    return collect(
+    run = collect(
         model, groups, len(items), tokenizer=tokenizer, name=name, edges=edges, progress=progress, record=told
     )
+    if (run.heads["kind"] == "encoder_self").any():
+        raise BadInput(
+            f"{name} attends to both sides, so its next-token loss sees its own answer; use the Python interface, "
+            "advantage_probe.watch(model), with the loss it was trained on."
+        )
+    return run
 
 
 def collect(

@@ -82,6 +82,7 @@ def _source(
 ) -> tuple[str, list[tuple[str, str]], str]:
     """What to load, the texts (name, text), and the name that the record shows."""
     from ..hooks.refusals import BadInput
+    from ..probe.frames import readable
     from . import examples
     from .corpus import read_text
 
@@ -107,7 +108,7 @@ def _source(
         raise BadInput("Name a model (a folder or a hub name), or say --example sticky or --example gemma.")
     if not files and needs_text:
         files = [str(examples.text_file("declaration.txt"))]
-    texts = [(Path(file).name if file != "-" else "standard input", read_text(file)) for file in files]
+    texts = [(readable(Path(file).name) if file != "-" else "standard input", read_text(file)) for file in files]
     return model, texts, name
 
 
@@ -219,13 +220,13 @@ def _show(run: Run, out: Path, *, top: int, as_json: bool) -> None:
 
 def _print_heads(run: Run, top: int) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     names = ("routing_pressure", "content_relative", "alignment", "coherence", "effective_keys", "law_residual")
     ranked = run.heads.sort_values("routing_pressure", ascending=False).head(top)
-    table = Table(
-        title=f"{run.record['model']}: {min(top, len(run.heads))} of {len(run.heads)} heads, strongest routing first"
-    )
+    count = len(run.heads)
+    table = Table(title=escape(f"{run.record['model']}: {min(top, count)} of {count} heads, strongest routing first"))
     for name in ("head", *names, "status"):
         table.add_column(name, justify="left" if name in ("head", "status") else "right", no_wrap=True)
     for row in ranked.to_dict("records"):
@@ -294,8 +295,10 @@ def verify(
         shown = table.groupby("module", sort=False, observed=True)[numbers].max()
         print(shown.to_string(float_format=lambda value: f"{value:.1e}"))
         verdict = "both laws hold" if failed.empty else f"the law FAILS on {len(failed)} heads"
+        if not (table["verdict"] == "ok").any() and failed.empty:
+            verdict = "nothing was checked: no gradient reached any head"
         print(f"\n{name or source}: {len(table)} heads, worst residual {worst:.1e}: {verdict}")
-    if not failed.empty:
+    if not failed.empty or not (table["verdict"] == "ok").any():
         raise typer.Exit(1)
 
 

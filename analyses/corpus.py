@@ -109,7 +109,7 @@ def start_token(tokenizer: Any) -> int | None:
 
 def windows(ids: Sequence[int], source: str, length: int, start: int | None) -> list[Window]:
     """Cut ids into windows of at most `length` tokens, each after the start token; a rest of one token is left out."""
-    room = length - (start is not None)
+    room = max(1, length - (start is not None))
     head = () if start is None else (start,)
     cut = [Window((*head, *ids[place : place + room]), source, place) for place in range(0, len(ids), room)]
     return [window for window in cut if len(window.ids) >= 2]

@@ -40,7 +40,10 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         work.chmod(0o755)
         yield work
-        if out.exists():
+        if out.exists() and not any(out.iterdir()):
+            for path in work.iterdir():  # the folder itself stays: somebody may stand in it
+                path.rename(out / path.name)
+        elif out.exists():
             old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:40]}-old-"))
             out.rename(old / "run")
             work.rename(out)
@@ -66,6 +69,10 @@ def check_out(out: Path, *, overwrite: bool = False) -> None:
         raise BadInput(f"{str(out)!r} is a file; give a folder with --out.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise BadInput(f"The folder {str(out)!r} is not empty; choose another with --out, or say --overwrite.")
+    if out.is_dir() and any(out.iterdir()):
+        here, home = Path.cwd(), Path.home()
+        if not (out / "run.json").is_file() or out in (here, home, *here.parents, *home.parents):
+            raise BadInput(f"The folder {str(out)!r} holds no earlier result, so it is not replaced; choose another.")
     parent = next(folder for folder in out.parents if folder.exists())
     try:
         with tempfile.TemporaryDirectory(dir=parent, prefix=".probe-"):

@@ -41,7 +41,7 @@ def device_of(name: str) -> torch.device:
     """
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.ones(1, device=device).item()
     except Exception as error:
         raise BadInput(f"Device {name!r} is not available here ({_line(error)}); try --device cpu.") from error
     return device

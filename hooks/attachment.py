@@ -270,7 +270,9 @@ class Attachment:
 
     def deliver(self, call: AttentionCall) -> None:
         if self.open:
-            self.receiver.receive(call)
+            # a backward inside an autocast region must not compute the law in half precision
+            with torch.autocast(call.upstream.device.type, enabled=False):
+                self.receiver.receive(call)
 
     def fail(self, error: Exception) -> None:
         """An error of ours never reaches the user's backward: the attachment closes and the receiver keeps it."""

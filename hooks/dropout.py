@@ -59,8 +59,8 @@ def _added(
     shape: tuple[int, ...], query: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool
 ) -> Tensor | None:
     """Mask, bias and causal order as one tensor that is added to the scores; None where there is nothing."""
-    if mask is not None and bias is None and not causal:
-        return mask
+    if mask is not None and mask.dtype != torch.bool and bias is None and not causal:
+        return mask  # a boolean one would be added as 0 and 1
     if mask is None and bias is None and not causal:
         return None
     added = query.new_zeros(shape)

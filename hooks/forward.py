@@ -26,6 +26,7 @@ from torch import Tensor, nn
 NON_TOKENS = {"bias_k": -2, "zero_attn": -3, "prefix": -4}
 
 _IDS = ("input_ids", "decoder_input_ids")
+_STACK_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _INPUTS = (*_IDS, "inputs_embeds", "pixel_values", "input_features", "input_values", "tokens", "idx", "x")
 
 
@@ -48,10 +49,12 @@ class Frame:
 
     module: nn.Module
     ids: Tensor | None
+    source_ids: Tensor | None
     mask: Tensor | None
     encoder_mask: Tensor | None
     positions: Tensor | None
     inputs: tuple[Tensor, ...]
+    stack: bool
 
 
 def frame(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
@@ -72,11 +75,25 @@ def frame(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return Frame(
         module,
         ids,
-        tensor("attention_mask", 2),
-        tensor("encoder_attention_mask", 2),
+        tensor("input_ids", 2),
+        _padding(tensor("attention_mask", 2)),
+        _padding(tensor("encoder_attention_mask", 2)),
         tensor("position_ids", 2),
         inputs,
+        any(isinstance(given.get(name), Tensor) for name in _STACK_INPUTS),
     )
+
+
+def _padding(mask: Tensor | None) -> Tensor | None:
+    """A (B, T) mask as True on real tokens; None for a square one that orders queries instead of naming padding."""
+    if mask is None:
+        return None
+    if mask.is_floating_point() and bool((mask < 0).any()):  # additive: 0 where visible
+        return mask > -1
+    mask = mask.bool()
+    if mask.shape[0] == mask.shape[1] > 1 and not bool(mask.triu(1).any()) and bool(mask.diagonal().all()):
+        return None
+    return mask
 
 
 def looks_padded(model: nn.Module, top: Frame | None) -> bool:
@@ -201,10 +218,11 @@ def _sequences(top: Frame | None, inner: Frame | None, batch: int, queries: int,
         return Sequences(_identities(None, batch))
     query_ids = _exact(inner.ids, batch, queries)
     mask = inner.mask
-    query_rows = _tail(mask, batch, queries)
+    fits = mask is not None and mask.shape[1] in (queries, keys)  # else it speaks of another stack, or of raw input
+    query_rows = _tail(mask, batch, queries) if fits else None
     if cross:
         encoder = inner.encoder_mask if inner.encoder_mask is not None else (top.mask if top is not None else None)
-        key_ids = _exact(top.ids, batch, keys) if top is not None and top is not inner else None
+        key_ids = _exact(top.source_ids, batch, keys) if top is not None and top is not inner else None
         key_rows = _exact(encoder, batch, keys)
     else:
         key_ids = _exact(inner.ids, batch, keys)
@@ -230,7 +248,7 @@ class _Frames(threading.local):
     def innermost(self) -> Frame | None:
         """The innermost running module that was told what its batch is."""
         for entry in reversed(self.stack):
-            if entry.ids is not None or entry.mask is not None:
+            if entry.stack or entry.ids is not None or entry.mask is not None:
                 return entry
         return self.stack[-1] if self.stack else None
 

@@ -175,12 +175,12 @@ def _kind(running: Running | None, query: Tensor, key: Tensor, given: dict[str, 
     return "encoder_self" if queries == keys - added else "cross"
 
 
-def _mask(mask: Tensor | None) -> Tensor | None:
-    """(B, H, Q, S) or what broadcasts to it."""
+def _mask(mask: Tensor | None, axes: int = 4) -> Tensor | None:
+    """(B, H, Q, S) or what broadcasts to it, of a mask that broadcasts to a query of so many axes."""
     if mask is None:
         return None
     while mask.dim() < 4:
-        mask = mask[None] if mask.dim() != 3 else mask[:, None]
+        mask = mask[:, None] if mask.dim() == 3 and axes == 3 else mask[None]
     return mask.flatten(0, -4)
 
 
@@ -211,7 +211,7 @@ def read(
         Structure(causal),
         scale,
         dropout=dropout,
-        mask=_mask(mask),
+        mask=_mask(mask, given_query.dim()),
         replay=replay(query.device, dropout, causal, scale) if dropout and not hidden else None,
         hidden=hidden,
         added=added,

@@ -9,10 +9,21 @@ Shapes: B batch, H query heads, Q query positions, S key positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+def shows(mask: Tensor) -> Tensor:
+    """Where a float mask, which is added to the scores, leaves a key visible.
+
+    Masks hide with -inf, with the minimum of some dtype, or with fills such as -1e9 and -1e4; a learned bias may have been
+    added to any of them.
+    """
+    return mask > max(torch.finfo(mask.dtype).min / 2, -9e3)
+
 
 HIDDEN = -1e30  # finite, so that 0 · HIDDEN is 0 and not NaN
 
@@ -103,7 +114,7 @@ class Visibility:
             if part.dtype == torch.bool:
                 shown = part
             else:
-                shown = part > torch.finfo(part.dtype).min / 2
+                shown = shows(part)
                 bias = torch.where(shown, part, torch.zeros((), dtype=part.dtype, device=part.device))
             seen = shown if seen is None else seen & shown
         if self.bias is not None:
@@ -123,7 +134,7 @@ class Visibility:
         """(B, Q) bool: the query rows R that enter the statistics.
 
         The padding mask decides where one was given; else, for as many queries as keys, a row counts when it may see
-        its own key; else when it sees any key.
+        its own key, or when another query sees that key; else when it sees any key.
         """
         if self.rows is not None:
             return self.rows.to(device)
@@ -133,18 +144,39 @@ class Visibility:
         mask = self.mask
         if self.paired and self.queries == self.keys - self.added and mask.shape[-1] == self.keys:
             own_entry = mask[..., 0, : self.queries] if mask.shape[-2] == 1 else mask.diagonal(dim1=-2, dim2=-1)
-            shown = own_entry if mask.dtype == torch.bool else own_entry > torch.finfo(mask.dtype).min / 2
-            return own & shown.any(dim=1).expand(batch, -1)
+            shown = own_entry if mask.dtype == torch.bool else shows(own_entry)
+            shown = shown.any(dim=1).expand(batch, -1)
+            if bool(shown.all()):
+                return own
+            # a hidden own key is padding where nobody sees it; a mask may also hide a key from its own query only
+            return shown | (self._met(batch, device)[:, : self.queries] & self._seeing(batch, device))
+        return self._seeing(batch, device)
+
+    def _rows(self, device: torch.device) -> Iterator[tuple[slice, Tensor | None]]:
+        """What the queries see, some rows at a time: (b, h, rows, S), or None for everything."""
         for start in range(0, self.queries, 256):
             stop = min(start + 256, self.queries)
-            seen, _ = self.block(slice(None), slice(None), start, stop, 0, self.keys, device)
+            yield slice(start, stop), self.block(slice(None), slice(None), start, stop, 0, self.keys, device)[0]
+
+    def _seeing(self, batch: int, device: torch.device) -> Tensor:
+        """(B, Q): rows that see any key."""
+        some = torch.ones(batch, self.queries, dtype=torch.bool, device=device)
+        for span, seen in self._rows(device):
             if seen is not None:
-                own[:, start:stop] &= seen.any(dim=-1).any(dim=1).expand(batch, -1)
-        return own
+                some[:, span] &= seen.any(dim=-1).any(dim=1).expand(batch, -1)
+        return some
+
+    def _met(self, batch: int, device: torch.device) -> Tensor:
+        """(B, S): keys that any query sees."""
+        met = torch.zeros(batch, self.keys, dtype=torch.bool, device=device)
+        for _, seen in self._rows(device):
+            met |= torch.ones_like(met) if seen is None else seen.flatten(1, 2).any(1).expand(batch, self.keys)
+        return met
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of the queries (Q,) and keys (S,) on one axis; cached keys come before the first query."""
         offset = self.structure.offset if self.structure.causal else self.keys - self.added - self.queries
+        offset = offset if self.paired else 0  # queries and keys of different sequences each count from 0
         return torch.arange(self.queries, device=device) + offset, torch.arange(self.keys, device=device)
 
     def first_key(self, key_rows: Tensor | None, batch: int, device: torch.device) -> Tensor:
@@ -164,7 +196,7 @@ class Visibility:
         if self.mask is None or self.mask.shape[-2] != self.queries or self.queries == 1:
             return False
         own, other = self.positions(self.mask.device)
-        shown = self.mask if self.mask.dtype == torch.bool else self.mask > torch.finfo(self.mask.dtype).min / 2
+        shown = self.mask if self.mask.dtype == torch.bool else shows(self.mask)
         tokens = self.keys - self.added
         return not bool((shown[..., :tokens] & (other[None, :tokens] > own[:, None])).any())
 

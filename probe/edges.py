@@ -93,15 +93,18 @@ class TopEdges:
         nothing = torch.zeros(heads, 0, 8, dtype=torch.float64)
         return cls(capacity, nothing, nothing.clone(), [])
 
-    def add(self, edges: tuple[Edges, Edges], sequences: Sequences) -> None:
-        """Add the edges of one call."""
+    def add(self, edges: tuple[Edges, Edges], sequences: Sequences, positions: tuple[Tensor, Tensor]) -> None:
+        """Add the edges of one call; `positions` (B,Q) and (B,S) are those that token rows show."""
         offset = len(self.sequences)
         self.sequences.extend(sequences.identities)
         sides = []
         for kept, new in zip((self.routed, self.anti_routed), edges):
             number = torch.arange(new.query.shape[0])[:, None, None].expand(new.query.shape) + offset
             ids = (_ids(sequences.query_ids, new.query), _ids(sequences.key_ids, new.key))
-            columns = (number, new.query, new.key, new.score_gradient, new.attention, new.advantage, *ids)
+            shown = [
+                part.gather(1, place.flatten(1)).view_as(place) for part, place in zip(positions, (new.query, new.key))
+            ]
+            columns = (number, *shown, new.score_gradient, new.attention, new.advantage, *ids)
             rows = torch.stack([column.double().cpu() for column in columns], -1).transpose(0, 1).flatten(1, 2)
             rows = torch.where(torch.isfinite(rows[..., 3:4]), rows, 0.0)
             sides.append(self._cut(torch.cat([kept, rows], 1)))

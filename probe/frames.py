@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .watch import Step
 
 NO_SOFTMAX = "no softmax attention"
-IMPRECISE = 1e-5  # law_residual of a float32 kernel above which a head's status says so
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
 _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "position", "token_id", "sequence")
 _PAIRS = ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
@@ -98,7 +97,7 @@ def _status(sums: Sums, reachable: bool, skipped: bool = False) -> list[str]:
             parts.append("no gradient" if reachable else "no gradient path")
         if sums.total[head, INDEX["hidden_queries"]]:
             parts.append("dropout hidden by the kernel")
-        if queries and residual[head] > IMPRECISE:
+        if queries and residual[head] > sums.imprecise:
             parts.append(f"law residual {residual[head]:.0e}")
         texts.append("; ".join(parts) or "ok")
     return texts

@@ -16,7 +16,7 @@ from ..hooks.site import Site
 from . import blockwise, bootstrap
 from .edges import TopEdges
 from .statistics import DEGREE, INDEX, Sums, sequence_sums
-from .tokens import Tokens, token_rows
+from .tokens import Tokens, positions, token_rows
 from .updates import Updates
 
 # largest law_residual of a right reading, by the dtype in which the kernel returned its output: measured 1e-7 to 5e-6 in
@@ -132,6 +132,7 @@ class State:
             raise MergeRefused(f"{call.call.site.module} changed from {entry.heads} to {heads} heads within a step.")
         identities = call.call.sequences.identities
         entry.reachable = True
+        entry.sums.imprecise = max(entry.sums.imprecise, TOLERANCE.get(call.output.dtype, 1e-4) / 10)
         entry.sums.add(sums if scale == 1.0 else sums * scale**-DEGREE, bootstrap.weights(identities))
         if entry.updates is None:
             entry.updates = Updates.empty(heads, call.value.shape[-1])
@@ -139,7 +140,7 @@ class State:
             entry.updates.add(rows, scale)
         if edges and rows.edges is not None:
             found = TopEdges.empty(heads, edges)
-            found.add(rows.edges, call.call.sequences)
+            found.add(rows.edges, call.call.sequences, positions(call))
             found.divide(scale)
             entry.edges = entry.edges or TopEdges.empty(heads, edges)
             entry.edges.merge(found)

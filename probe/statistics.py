@@ -116,12 +116,14 @@ def _entropy(usage: Tensor) -> Tensor:
 class Sums:
     """The sums of one module, use and delivery: (H,C), with R bootstrap replicates (R,H,C) unless `replicates` is None.
 
-    `bad_steps` (H,): in how many steps a head had non-finite numbers, which were left out.
+    `bad_steps` (H,): in how many steps a head had non-finite numbers, which were left out. `imprecise`: law_residual above
+    which a head's status says so, by the precision of the kernel's output.
     """
 
     total: Tensor
     replicates: Tensor | None
     bad_steps: Tensor
+    imprecise: float = 1e-5
     bad_now: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,12 +174,13 @@ class Sums:
             )
         self.total += other.total
         self.bad_steps += other.bad_steps + other.bad_now
+        self.imprecise = max(self.imprecise, other.imprecise)
         if self.replicates is not None and other.replicates is not None:
             self.replicates += other.replicates
 
     def copy(self, *, replicated: bool = True) -> Sums:
         replicates = self.replicates.clone() if replicated and self.replicates is not None else None
-        return Sums(self.total.clone(), replicates, self.bad_steps + self.bad_now)
+        return Sums(self.total.clone(), replicates, self.bad_steps + self.bad_now, self.imprecise)
 
     def columns(self) -> dict[str, Array]:
         """Every column of the heads table, (H,) each."""

@@ -90,32 +90,44 @@ def token_rows(call: AttentionCall, rows: Vectors) -> TokenRows:
         "upstream_norm": rows.upstream_norm,
     }
     key = {"usage": rows.usage, "coherence": coherence, "update_norm": norm, "update_cosine": cosine}
-    own, other = call.visibility.positions(m.device)
+    own, other = positions(call)
     used = (rows.uniform > 0).any(1)
-    given = sequences.positions
-    if given is not None and len(other) == given.shape[1] and documents(given, sequences.query_rows) is not None:
-        own = other = given.to(m.device)  # packed documents: positions start again with each of them
     return TokenRows(
         sequences.identities,
-        _side(rows.counted.any(1), own, sequences.query_rows, sequences.query_ids, query),
-        _side(used, other, sequences.key_rows, sequences.key_ids, key),
+        _side(rows.counted.any(1), own, sequences.query_ids, query),
+        _side(used, other, sequences.key_ids, key),
     )
+
+
+def positions(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B,Q) and (B,S): positions from the first token of each sequence, wherever its padding lies.
+
+    Packed documents start again with each document. Queries behind a cached prefix count on from it.
+    """
+    sequences, batch = call.call.sequences, call.query.shape[0]
+    own, other = call.visibility.positions(call.query.device)
+    given = sequences.positions
+    if given is not None and len(other) == given.shape[1] and documents(given, sequences.query_rows) is not None:
+        packed = given.to(own.device).expand(batch, -1)
+        return packed, packed
+
+    def shifted(line: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        whole = line.expand(batch, -1)
+        if real is None:
+            return whole
+        return whole - real.to(torch.uint8).argmax(dim=1).to(whole.device)[:, None]
+
+    return shifted(own, sequences.query_rows), shifted(other, sequences.key_rows)
 
 
 def _side(
     kept: torch.Tensor,
     positions: torch.Tensor,
-    real: torch.Tensor | None,
     ids: torch.Tensor | None,
     columns: dict[str, torch.Tensor],
 ) -> Side:
     row, place = kept.nonzero(as_tuple=True)
-    position = positions.expand(kept.shape)[row, place]
-    if (
-        real is not None and positions.dim() == 1
-    ):  # positions count from the first token of the sequence, wherever its padding lies
-        first = real.to(torch.uint8).argmax(dim=1)
-        position = position - first.to(position.device)[row]
+    position = positions[row, place]
     token = ids.to(row.device)[row, place] if ids is not None else torch.full_like(row, -1)
     picked = {name: part.transpose(1, 2)[row, place].double().cpu().numpy() for name, part in columns.items()}
     return Side(row.cpu().numpy(), position.cpu().numpy(), token.cpu().numpy(), picked)

@@ -34,15 +34,35 @@ LIMIT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-2, torch.bf
 
 @dataclass(frozen=True, eq=False)
 class Residuals:
-    """max |law − autograd| / max |autograd| of one call: score law (query (H,), key (K,)) and value law (K,)."""
+    """max |law − autograd| / max |autograd| of one call: score law (query (H,), key (K,)) and value law (K,).
+
+    `blind` (H,): rows that see no key carry gradient, whose weights are the kernel's own affair.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    blind: Tensor
 
 
-def gradients(call: AttentionCall, entries: int = BLOCK_ENTRIES) -> tuple[Tensor, Tensor, Tensor]:
-    """∂L/∂q (B,H,Q,D), ∂L/∂k (B,K,S,D) and ∂L/∂v (B,K,S,V) of the kernel's inputs, from the laws alone."""
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """∂L/∂q (B,H,Q,D), ∂L/∂k (B,K,S,D) and ∂L/∂v (B,K,S,V) of the kernel's inputs, from the laws alone.
+
+    `query_size` (H,), `key_size` (K,): the largest entry before the terms of D cancel, the scale of rounding. `blind` (H,):
+    as in `Residuals`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_size: Tensor
+    key_size: Tensor
+    blind: Tensor
+
+
+def gradients(call: AttentionCall, entries: int = BLOCK_ENTRIES) -> Gradients:
+    """What both laws say about the gradients of the kernel's inputs, row block by row block."""
     compute_dtype(call)  # refuses what has no gradient
     # in double precision, so that the residual shows the kernel's rounding and not ours
     dtype = torch.float32 if call.query.device.type == "mps" else torch.float64
@@ -51,6 +71,8 @@ def gradients(call: AttentionCall, entries: int = BLOCK_ENTRIES) -> tuple[Tensor
     by_query = torch.zeros(call.query.shape, dtype=dtype, device=call.query.device)
     by_key = torch.zeros(call.key.shape, dtype=dtype, device=call.key.device)
     by_value = torch.zeros(call.value.shape, dtype=dtype, device=call.value.device)
+    sizes = torch.zeros(2, heads, dtype=dtype, device=call.query.device)
+    blind = torch.zeros(heads, dtype=torch.bool, device=call.query.device)
     _, _, r = block_sizes(1, 1, queries, keys, entries)
     for row in range(batch):
         one = slice(row, row + 1)
@@ -81,23 +103,38 @@ def gradients(call: AttentionCall, entries: int = BLOCK_ENTRIES) -> tuple[Tensor
                     attention = torch.softmax(score, -1)
                 some_key = visible.expand_as(score).any(-1, keepdim=True)
                 attention = torch.where(visible & some_key, attention, 0.0)
+                blind[head] |= (upstream.masked_fill(some_key, 0.0) != 0).any()
                 upstream = torch.where(some_key, upstream, 0.0)
                 weights = attention
                 if call.weights is not None:
                     weights = torch.where(visible, call.weights[row, head, start:stop, low:high].to(dtype), 0.0)
                 mixed = weights * (upstream @ value[low:high].T)
                 score_gradient = (mixed - attention * mixed.sum(-1, keepdim=True)) * slope * call.call.scale
+                terms = (mixed.abs() + attention * mixed.sum(-1, keepdim=True).abs()) * abs(call.call.scale)
+                sizes[0, head] = torch.maximum(sizes[0, head], (terms @ key[low:high].abs()).max())
+                sizes[1, head] = torch.maximum(sizes[1, head], (terms.T @ query.abs()).max())
                 by_query[row, head, start:stop] = score_gradient @ key[low:high]
                 by_key[row, owner, low:high] += score_gradient.T @ query
                 by_value[row, owner, low:high] += weights.T @ upstream
-    return by_query, by_key, by_value
+    by_owner = sizes[1].unflatten(0, (-1, call.group)).amax(1)
+    return Gradients(by_query, by_key, by_value, sizes[0], by_owner, blind)
 
 
-def _residual(law: Tensor, autograd: Tensor) -> Tensor:
-    """Per head: max |law − autograd| / max |autograd|; NaN when autograd gave zeros only."""
-    difference = (law - autograd.to(law.dtype)).abs().amax((0, 2, 3))
-    size = autograd.to(law.dtype).abs().amax((0, 2, 3))
-    return torch.where(size > 0, difference / size, torch.where(difference > 0, torch.inf, torch.nan)).double().cpu()
+def _residual(law: Tensor, autograd: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
+    """Per head: max |law − autograd| / max |autograd|, NaN where autograd says nothing.
+
+    Where D cancels (a saturated head, one key only) autograd's gradient is rounding itself; it is then measured against a
+    tenth of `rounding`, the size of the terms that cancel.
+    """
+    autograd = autograd.to(law.dtype)
+    silent = torch.isnan(autograd).all(-1).all(-1).all(0)  # nobody could take this gradient
+    difference = (law - autograd).abs().amax((0, 2, 3))
+    size = autograd.abs().amax((0, 2, 3))
+    size = torch.where(size > 0, torch.maximum(size, 0.1 * torch.as_tensor(rounding, dtype=law.dtype)), size)
+    ratio = torch.where(size > 0, difference / size, torch.where(difference > 1e-30, torch.inf, torch.nan))
+    sound = torch.isfinite(law).all(-1).all(-1).all(0)
+    broken = ~sound | (~silent & ~torch.isfinite(size))  # NaN in the numbers is a failure, not an absence
+    return torch.where(broken, torch.inf, torch.where(silent, torch.nan, ratio)).double().cpu()
 
 
 def residuals(call: AttentionCall) -> Residuals:
@@ -105,11 +142,12 @@ def residuals(call: AttentionCall) -> Residuals:
     assert call.query_gradient is not None
     assert call.key_gradient is not None
     assert call.value_gradient is not None
-    by_query, by_key, by_value = gradients(call)
+    found = gradients(call)
     return Residuals(
-        _residual(by_query, call.query_gradient),
-        _residual(by_key, call.key_gradient),
-        _residual(by_value, call.value_gradient),
+        _residual(found.query, call.query_gradient, found.query_size),
+        _residual(found.key, call.key_gradient, found.key_size),
+        _residual(found.value, call.value_gradient),
+        found.blind.cpu(),
     )
 
 
@@ -145,6 +183,8 @@ class _Verifier:
                 numbers = dict.fromkeys(numbers, math.nan)
             known = [number for number in numbers.values() if number == number]
             verdict = "no gradient" if not known else "ok" if max(known) <= limit else "fails"
+            if verdict == "fails" and bool(found.blind.unflatten(0, (-1, call.group))[owner].any()):
+                verdict = "blind rows carry gradient"
             verdict = "dropout hidden" if call.call.hidden else verdict
             self.rows.append(
                 {
@@ -197,7 +237,8 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[Any], 
     Returns:
         One row per module, use and head: query_residual and key_residual (routing law), value_residual (content law),
         each max |law − autograd| / max |autograd|; the tolerance for the kernel's dtype; verdict "ok", "fails",
-        "no gradient" or "dropout hidden" (a fused kernel does not say which weights it dropped).
+        "no gradient", "dropout hidden" (a fused kernel does not say which weights it dropped) or "blind rows carry
+        gradient" (labels on padding: what a kernel makes of rows that see no key is its own affair).
 
     Raises:
         BadInput: when the batch yields no scalar loss. NoAttentionSeen, NoGradientReached, UnsupportedKernel.

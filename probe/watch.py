@@ -73,8 +73,7 @@ class Watch:
         self.model_name = type(model).__name__
         self.detail, self.every, self.capacity = detail, every, edges
         self.scaler, self.tokenizer = scaler, tokenizer
-        self.layers = None if layers is None else frozenset(layers)
-        self.selected_heads = None if heads is None else frozenset(heads)
+        self.layers, self.selected_heads = _numbers("layers", layers), _numbers("heads", heads)
         self._lock = threading.RLock()
         self._error: Exception | None = None
         self._number = 0
@@ -159,8 +158,10 @@ class Watch:
         sums = {key: entry.sums.copy(replicated=False) for key, entry in self._open.entries.items()}
         scale = None if self.scaler is None else self._scale
         self._steps.append(Step(self._number, sums, loss_weight, scale, skipped))
-        if not skipped:
-            self._closed_steps.merge(self._open)
+        if skipped:  # its heads are known, its numbers are not
+            for entry in self._open.entries.values():
+                entry.sums, entry.updates, entry.edges, entry.tokens = Sums.empty(entry.heads), None, None, None
+        self._closed_steps.merge(self._open)
         self._open, self._scale = State(), None
 
     def _complain(self) -> None:
@@ -226,7 +227,9 @@ class Watch:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Everything added so far, as a copy that merges with other states.
+        """Everything that was added by closed steps, as a copy that merges with other states.
+
+        While no step has been closed, what the open one holds; its u still carries the loss weight.
 
         Raises:
             Whatever could not be read: a refused kernel, a violated law.
@@ -235,7 +238,8 @@ class Watch:
             raise self._error
         with self._lock:
             whole = self._closed_steps.copy()
-            whole.merge(self._open)
+            if not self._steps:  # an open step still carries its loss weight, so it is not mixed with closed ones
+                whole.merge(self._open)
         return whole
 
     def merge(self, other: Watch | State) -> None:
@@ -247,6 +251,11 @@ class Watch:
         state = other.state() if isinstance(other, Watch) else other
         if not isinstance(state, State):
             raise MergeRefused(f"merge() takes a watch or a state, not {type(other).__name__}.")
+        if isinstance(other, Watch) and (other.detail, other.capacity) != (self.detail, self.capacity):
+            raise MergeRefused(
+                f'A watch with detail="{other.detail}", edges={other.capacity} cannot be merged into one with '
+                f'detail="{self.detail}", edges={self.capacity}; open both alike.'
+            )
         self.state().merge(state)  # refused here, nothing has changed yet
         with self._lock:
             self._closed_steps.merge(state)
@@ -330,6 +339,14 @@ class Watch:
         if self.selected_heads is None:
             return table
         return table[table["head"].isin(self.selected_heads)].reset_index(drop=True)
+
+
+def _numbers(name: str, given: Any) -> frozenset[int] | None:
+    if given is None:
+        return None
+    if isinstance(given, (str, int)) or not all(isinstance(number, int) for number in given):
+        raise BadRequest(f"{name} must be a list of whole numbers, such as {name}=[0, 3], not {given!r}.")
+    return frozenset(given)
 
 
 def watch(

@@ -281,12 +281,43 @@ def test_a_result_is_never_overwritten_unasked(folder: Path, text: Path, tmp_pat
     out.mkdir()
     (out / "mine.txt").write_text("mine", encoding="utf-8")
     refused(run("analyze", folder, "--text", text, "--out", out), "not empty", "--overwrite")
+    refused(run("analyze", folder, "--text", text, "--out", out, "--overwrite"), "no earlier result")
     assert (out / "mine.txt").read_text(encoding="utf-8") == "mine"
     refused(run("analyze", folder, "--text", text, "--out", out / "mine.txt"), "is a file")
     refused(run("analyze", folder, "--text", text, "--out", "/proc/nowhere/out"), "cannot be written")
-    assert run("analyze", folder, "--text", text, "--out", out, "--overwrite").returncode == 0
-    assert not (out / "mine.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    result = tmp_path / "result"
+    assert run("analyze", folder, "--text", text, "--out", result, "--top", 1).returncode == 0
+    first = (result / "run.json").read_text(encoding="utf-8")
+    refused(run("analyze", folder, "--text", text, "--out", result), "--overwrite")
+    assert run("analyze", folder, "--text", text, "--out", result, "--overwrite", "--window", 20).returncode == 0
+    assert (result / "run.json").read_text(encoding="utf-8") != first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "result"]
+
+
+def test_an_empty_folder_is_filled_where_it_stands(folder: Path, text: Path, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    before = here.stat().st_ino
+    assert run("analyze", folder, "--text", text, "--out", here).returncode == 0
+    assert here.stat().st_ino == before
+    assert (here / "report.html").is_file()
+
+
+def test_names_with_markup_are_shown_as_they_are(folder: Path, text: Path, tmp_path: Path) -> None:
+    import shutil
+
+    odd = tmp_path / "m[red]x[bold]"
+    shutil.copytree(folder, odd)
+    result = run("analyze", odd, "--text", text, "--out", tmp_path / "o")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "o" / "report.html").is_file()
+
+
+def test_a_model_that_sees_both_sides_is_refused(text: Path, tmp_path: Path) -> None:
+    encoder = tmp_path / "encoder"
+    zoo.bert().save_pretrained(encoder)
+    tokenizer_of(zoo.VOCABULARY).save_pretrained(encoder)
+    refused(run("analyze", encoder, "--text", text, "--out", tmp_path / "out"), "both sides")
 
 
 def test_a_window_longer_than_the_context_is_refused(folder: Path, text: Path, tmp_path: Path) -> None:

@@ -394,3 +394,58 @@ def test_memory_does_not_grow_with_the_steps() -> None:
                     held = [entry for entry in gc.get_objects() if isinstance(entry, torch.Tensor)]
                     counts.append(sum(tensor.numel() for tensor in held if tensor.dim() >= 3))
     assert counts[0] == counts[1]
+
+
+def test_a_run_whose_steps_were_all_skipped_says_so() -> None:
+    model = zoo.llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with ap.watch(model, scaler=scaler) as watch:
+        scaler.scale(model(**zoo.batch("llama")).loss).backward()
+        model.lm_head.weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        watch.step(1.0)
+    assert watch.heads()["routing_pressure"].isna().all()
+    assert watch.history()["status"].astype(str).str.contains("skipped").all()
+
+
+def test_an_open_step_is_not_mixed_with_closed_ones() -> None:
+    model = zoo.llama()
+    with ap.watch(model) as watch:
+        backward(model, 0)
+        watch.step(loss_weight=1 / 16)
+        closed = watch.heads()
+        backward(model, 1)
+        assert watch.heads().equals(closed)
+
+
+def test_watches_that_kept_different_things_are_not_merged() -> None:
+    model = zoo.llama()
+    watches = []
+    for options in ({"detail": "edges", "edges": 64}, {"detail": "edges", "edges": 8}, {"detail": "heads"}):
+        with ap.watch(model, **options) as watch:
+            backward(model)
+        watches.append(watch)
+    for other in watches[1:]:
+        with pytest.raises(ap.MergeRefused, match="open both alike"):
+            watches[0].merge(other)
+
+
+@pytest.mark.parametrize("arguments", [{"layers": 1}, {"heads": 2}, {"layers": ["0"]}])
+def test_layers_and_heads_are_lists_of_numbers(arguments: dict) -> None:
+    with pytest.raises(ap.BadRequest, match=next(iter(arguments))):
+        ap.watch(zoo.llama(), **arguments)
+
+
+def test_verification_fails_on_broken_weights_and_not_on_saturated_heads_or_single_tokens() -> None:
+    model = zoo.llama()
+    one = zoo.batch("llama", length=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(300)
+    assert not (ap.verify(model, zoo.batch("llama"))["verdict"] == "fails").any()
+    assert not (ap.verify(zoo.llama(), one)["verdict"] == "fails").any()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[0, 0] = torch.nan
+    assert (ap.verify(model, zoo.batch("llama"))["verdict"] != "ok").any()
