@@ -103,6 +103,7 @@ class _Pass:
         counted = call.visibility.counted(self.batch, device)
         self.seen, self.uniform = call.visibility.counts(self.batch, counted)
         self.usable = (counted[:, None] & (self.seen > 0)).expand(*shape, self.queries)
+        self.blind = (counted[:, None] & (self.seen == 0)).sum(-1).expand(shape)
         self.rows = torch.zeros(len(_ROWS), *shape, self.queries, dtype=self.dtype, device=device)
         self.zeros = torch.zeros((), dtype=self.dtype, device=device).expand(*shape, self.queries)
         self.ones = torch.ones((), dtype=self.dtype, device=device).expand(*shape, self.queries)
@@ -290,6 +291,7 @@ class _Pass:
         first = call.visibility.first_key(call.call.sequences.key_rows, self.batch, device)
         return Vectors(
             counted=self.usable,
+            blind=self.blind,
             aligned=self.aligned,
             distance=distance,
             first_key=usage.gather(-1, first[:, None, None].expand(-1, self.query_heads, 1))[..., 0],

@@ -120,7 +120,8 @@ def vectors(call: AttentionCall, dtype: torch.dtype | None = None) -> Vectors:
     batch, heads, queries, _ = attention.shape
     device = attention.device
     seen = visible.sum(-1)
-    usable = (call.visibility.counted(batch, device)[:, None] & (seen > 0)).expand(batch, heads, queries)
+    counted = call.visibility.counted(batch, device)[:, None].expand(batch, heads, queries)
+    usable = counted & (seen > 0)
     upstream = torch.where(usable[..., None], upstream, 0.0)
     live = usable.to(attention.dtype)[..., None]
 
@@ -151,6 +152,7 @@ def vectors(call: AttentionCall, dtype: torch.dtype | None = None) -> Vectors:
     returned = (upstream * torch.where(usable[..., None], call.output.to(attention.dtype), 0.0)).sum(-1)
     return Vectors(
         counted=usable,
+        blind=(counted & (seen == 0)).sum(-1),
         entropy=rows(-torch.xlogy(attention, attention).sum(-1)),
         sink=rows(terms.sink),
         expected=rows(terms.expected),

@@ -78,7 +78,7 @@ def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
     sums = {
         "queries": queries,
         "hidden_queries": queries if call.call.hidden else torch.zeros_like(queries),
-        "blind_queries": call.visibility.counted(batch, m.device)[:, None].sum(-1) - queries,
+        "blind_queries": rows.blind,
         "entropy": rows.entropy.sum(-1),
         "sink": rows.sink.sum(-1),
         "first_key": rows.first_key,

@@ -23,7 +23,8 @@ class Vectors:
         alignment: Pearson correlation of α_i and A_i over V_i where `aligned` (three visible keys, both vary).
         score_square: Σ_j D². spread: ½ Σ_j |D|. over_uniform: mean over visible keys of b, minus E_i.
         upstream_norm: ‖u_i‖. residual: (Σ_j w b − u_i·o_i)². residual_scale: Σ_j α b².
-    Sequences, (B,H): distance: Σ_ij α_ij |position_i − position_j|. first_key: Σ_i α_{i,f}.
+    Sequences, (B,H): blind: counted rows that see no key, which are not in R.
+        distance: Σ_ij α_ij |position_i − position_j|. first_key: Σ_i α_{i,f}.
     Keys, (B,H,S): usage: N_j = Σ_i α_ij. user_norm: Σ_i w_ij ‖u_i‖. value_gradient (B,H,S,V): m_j = Σ_i w_ij u_i.
         uniform (B,1 or H,S): usage if every row spread evenly over its visible keys.
     edges: the strongest score gradients, where asked for: (towards attention, away from attention).
@@ -43,6 +44,7 @@ class Vectors:
     upstream_norm: Tensor
     residual: Tensor
     residual_scale: Tensor
+    blind: Tensor
     distance: Tensor
     first_key: Tensor
     usage: Tensor

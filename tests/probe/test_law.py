@@ -69,6 +69,7 @@ def test_the_block_pass_equals_the_law_in_every_number(family: str) -> None:
             found = blockwise.vectors(call, entries=entries)
             assert torch.equal(found.counted, expected.counted)
             assert torch.equal(found.aligned, expected.aligned)
+            assert torch.equal(found.blind, expected.blind)
             for name in ROWS:
                 true = getattr(expected, name)
                 got = getattr(found, name).expand(true.shape)

@@ -306,27 +306,6 @@ def test_a_wrong_reading_closes_the_watch_and_is_raised_at_the_next_step(monkeyp
             read()
 
 
-def test_verification_fails_on_a_wrong_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
-    from advantage_probe.hooks import attention_registry
-
-    model, batch = zoo.llama(), zoo.batch("llama")
-    right = attention_registry.read
-    monkeypatch.setattr(
-        attention_registry, "read", lambda *given: replace(right(*given), scale=right(*given).scale * 1.01)
-    )
-    table = ap.verify(model, batch)
-    assert (table["verdict"] == "fails").all()
-
-
-def test_verification_needs_a_loss() -> None:
-    with pytest.raises(ap.BadInput, match="labels"):
-        ap.verify(zoo.llama(), {"input_ids": zoo.batch("llama")["input_ids"]})
-    with pytest.raises(ap.NoAttentionSeen):
-        ap.verify(torch.nn.Linear(2, 1), {"input": torch.ones(1, 2)}, loss=lambda output: output.sum())
-
-
 def test_a_loss_scale_is_taken_out_of_u() -> None:
     model = zoo.llama()
     tables = []
@@ -337,19 +316,6 @@ def test_a_loss_scale_is_taken_out_of_u() -> None:
             watch.step(1.0)
         tables.append(watch.heads().select_dtypes("float64").drop(columns="law_residual"))
     assert ((tables[0] - tables[1]).abs() / tables[0].abs().max().clip(lower=1e-30)).max().max() < 1e-5
-
-
-def test_merging_another_model_is_refused() -> None:
-    one, other = zoo.llama(), zoo.llama(num_attention_heads=2)
-    watches = []
-    for model in (one, other):
-        with ap.watch(model) as watch:
-            backward(model)
-        watches.append(watch)
-    with pytest.raises(ap.MergeRefused, match="same model"):
-        watches[0].merge(watches[1])
-    with pytest.raises(ap.MergeRefused, match="watch or a state"):
-        watches[0].merge(watches[0].heads())
 
 
 def test_losses_random_states_and_results_are_the_same_with_and_without() -> None:
@@ -420,32 +386,7 @@ def test_an_open_step_is_not_mixed_with_closed_ones() -> None:
         assert watch.heads().equals(closed)
 
 
-def test_watches_that_kept_different_things_are_not_merged() -> None:
-    model = zoo.llama()
-    watches = []
-    for options in ({"detail": "edges", "edges": 64}, {"detail": "edges", "edges": 8}, {"detail": "heads"}):
-        with ap.watch(model, **options) as watch:
-            backward(model)
-        watches.append(watch)
-    for other in watches[1:]:
-        with pytest.raises(ap.MergeRefused, match="open both alike"):
-            watches[0].merge(other)
-
-
 @pytest.mark.parametrize("arguments", [{"layers": 1}, {"heads": 2}, {"layers": ["0"]}])
 def test_layers_and_heads_are_lists_of_numbers(arguments: dict) -> None:
     with pytest.raises(ap.BadRequest, match=next(iter(arguments))):
         ap.watch(zoo.llama(), **arguments)
-
-
-def test_verification_fails_on_broken_weights_and_not_on_saturated_heads_or_single_tokens() -> None:
-    model = zoo.llama()
-    one = zoo.batch("llama", length=2)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(300)
-    assert not (ap.verify(model, zoo.batch("llama"))["verdict"] == "fails").any()
-    assert not (ap.verify(zoo.llama(), one)["verdict"] == "fails").any()
-    with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight[0, 0] = torch.nan
-    assert (ap.verify(model, zoo.batch("llama"))["verdict"] != "ok").any()
