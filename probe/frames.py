@@ -20,7 +20,7 @@ from .statistics import COLUMNS, INDEX, Sums
 from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
 
 if TYPE_CHECKING:
-    from .watch import Step
+    from .steps import Step
 
 NO_SOFTMAX = "no softmax attention"
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
@@ -121,16 +121,41 @@ def heads(state: State, *, intervals: bool = False, backward: int = 0) -> pd.Dat
     return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *COLUMNS, "status"]))
 
 
-def step_heads(state: State, sums: dict[Key, Sums], skipped: bool, backward: int) -> pd.DataFrame:
-    """The heads table of one step."""
-    tables = []
-    for key, entry in _ordered(state, backward):
-        if key in sums:
-            table: dict[str, Any] = _identity(key, entry.heads, entry.group)
-            table |= _columns(key, sums[key].columns())
-            table["status"] = _status(sums[key], entry.reachable, skipped)
-            tables.append(pd.DataFrame(table))
-    return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *COLUMNS, "status"]))
+def step_heads(state: State, rows: pd.DataFrame, backward: int) -> pd.DataFrame:
+    """The heads table of one step, from its rows of the history."""
+    keys = ["module", "use", "head"]
+    plain = {name: str for name in ("module", "label", "stack", "kind", "status") if name in rows}
+    identities = [pd.DataFrame(_identity(key, entry.heads, entry.group)) for key, entry in _ordered(state, backward)]
+    known = _stacked(identities, list(_identity(_NOBODY, 0, 1))).astype({"module": str})
+    rows = rows[rows["backward"] == backward].astype(plain)[[*keys, *COLUMNS, "status"]]
+    merged = known.merge(rows.astype({"use": "int64", "head": "int64"}), on=keys, how="inner")
+    return _typed(merged)
+
+
+def joined(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Tables of one kind below each other, with the documented dtypes."""
+    full = [table for table in tables if len(table)]
+    if not full:
+        return tables[-1]
+    if len(full) == 1:
+        return _typed(full[0])
+    plain = [table.astype({name: "object" for name in _LABELS if name in table}) for table in full]
+    return _typed(pd.concat(plain, ignore_index=True))
+
+
+HISTORY = [
+    "step",
+    "module",
+    "use",
+    "backward",
+    "head",
+    "label",
+    "layer",
+    "loss_weight",
+    "loss_scale",
+    *COLUMNS,
+    "status",
+]
 
 
 def history(steps: Sequence[Step]) -> pd.DataFrame:
@@ -153,20 +178,7 @@ def history(steps: Sequence[Step]) -> pd.DataFrame:
             table |= _columns(key, sums.columns())
             table["status"] = _status(sums, True, step.skipped)
             tables.append(pd.DataFrame(table, index=range(count)))
-    names = [
-        "step",
-        "module",
-        "use",
-        "backward",
-        "head",
-        "label",
-        "layer",
-        "loss_weight",
-        "loss_scale",
-        *COLUMNS,
-        "status",
-    ]
-    return _typed(_stacked(tables, names))
+    return _typed(_stacked(tables, HISTORY))
 
 
 def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
