@@ -276,7 +276,7 @@ class Watch(Readings):
             return
         if self._error is not None:
             raise self._error
-        if ran and not self._steps and not self._closed_steps.entries:
+        if ran and self.observing and not self._steps and not self._closed_steps.entries:
             self._complain()
 
 
