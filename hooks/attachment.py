@@ -26,6 +26,7 @@ from .forward import Forward, Frame, looks_padded, takes_inputs
 from .packing import Packing
 from .recomputation import Decision, Recomputations
 from .refusals import UnsupportedKernel
+from .remembered import forget
 from .running import Running
 from .site import Kind, Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked
@@ -130,6 +131,7 @@ class Attachment:
     def close(self) -> None:
         """Stop listening. Everything is put back now, or as soon as no checkpointed call awaits its backward."""
         self.open = False
+        forget()
         with _lock:
             self._guard()
         self._settle()
@@ -170,6 +172,7 @@ class Attachment:
                 "counted like text; pass attention_mask.",
                 stacklevel=2,
             )
+        forget()
         return Forward(self._forwards, torch.is_grad_enabled(), self.reaches(), top)
 
     def _current(self, module: nn.Module) -> Forward:

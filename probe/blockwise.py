@@ -118,7 +118,7 @@ class _Pass:
         # only where they do not follow from the moments
         dropped, two_sided = call.weights is not None, not call.visibility.one_sided()
         self.usage = torch.zeros(*shape, self.keys, dtype=self.dtype, device=device) if dropped else None
-        self.distance = torch.zeros(shape, dtype=self.dtype, device=device) if two_sided else None
+        self.reach = torch.zeros(*shape, self.queries, dtype=self.dtype, device=device) if two_sided else None
 
     def heads(self, batch: slice, heads: slice, r: int) -> tuple[Edges, Edges] | None:
         """All blocks of some heads of some batch rows; returns their edges."""
@@ -272,18 +272,18 @@ class _Pass:
         if self.usage is not None:
             counted = live[..., None].to(self.dtype)
             self.usage[batch, heads, low:high] += torch.matmul(attention.transpose(-1, -2), counted)[..., 0]
-        if self.distance is not None:
+        if self.reach is not None:
             own, other = call.visibility.positions(call.query.device)
             apart = (own[span, None] - other[None, low:high]).abs().to(self.dtype)
             apart[:, max(0, self.keys - call.visibility.added - low) :] = 0  # a column that is no token lies nowhere
             reach = torch.mul(attention, apart, out=buffer).sum(-1)
-            self.distance[batch, heads] += torch.where(live, reach, 0.0).sum(-1)
+            self.reach[place] = torch.where(live, reach, 0.0)
         return edges
 
     def finish(self, edges: tuple[Edges, Edges] | None) -> Vectors:
         call, device = self.call, self.call.query.device
         usage = self.moments[..., -1, :] if self.usage is None else self.usage
-        distance = self.distance
+        distance = None if self.reach is None else self.reach.sum(-1)
         if distance is None:  # every key lies before its query
             own, other = call.visibility.positions(device)
             mass = torch.where(self.usable, 1 - self.rows[_ROWS.index("sink")], 0.0)
@@ -294,6 +294,7 @@ class _Pass:
             blind=self.blind,
             aligned=self.aligned,
             distance=distance,
+            reach=self.reach,
             first_key=usage.gather(-1, first[:, None, None].expand(-1, self.query_heads, 1))[..., 0],
             usage=usage,
             user_norm=self.moments[..., -2, :],

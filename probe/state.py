@@ -17,6 +17,7 @@ from . import blockwise, bootstrap
 from .edges import TopEdges
 from .statistics import DEGREE, INDEX, Sums, sequence_sums
 from .tokens import Tokens, positions, token_rows
+from .units import units
 from .updates import Updates
 
 # largest law_residual of a right reading, by the dtype in which the kernel returned its output: measured 1e-7 to 5e-6 in
@@ -122,7 +123,8 @@ class State:
         if call.call.hidden:  # α is known, w is not: nothing that u enters can be said
             call, edges, tokens = replace(call, upstream=torch.zeros_like(call.upstream)), 0, False
         rows = blockwise.vectors(call, edges=edges, tokens=tokens)
-        sums = sequence_sums(call, rows)
+        found = units(call)
+        sums = sequence_sums(call, rows, found)
         heads = call.query.shape[1]
         _check(call, sums)
         entry = self.entries.setdefault(Key(call.call.site, call.call.use, call.delivery), _unseen())
@@ -133,17 +135,18 @@ class State:
         identities = call.call.sequences.identities
         entry.reachable = True
         entry.sums.imprecise = max(entry.sums.imprecise, TOLERANCE.get(call.output.dtype, 1e-4) / 10)
-        entry.sums.add(sums if scale == 1.0 else sums * scale**-DEGREE, bootstrap.weights(identities))
+        drawn = bootstrap.weights(identities if found is None else found.identities)
+        entry.sums.add(sums if scale == 1.0 else sums * scale**-DEGREE, drawn)
         if entry.updates is None:
             entry.updates = Updates.empty(heads, call.value.shape[-1])
         if not call.call.hidden:
             entry.updates.add(rows, scale)
         if edges and rows.edges is not None:
-            found = TopEdges.empty(heads, edges)
-            found.add(rows.edges, call.call.sequences, positions(call))
-            found.divide(scale)
+            strongest = TopEdges.empty(heads, edges)
+            strongest.add(rows.edges, call.call.sequences, positions(call))
+            strongest.divide(scale)
             entry.edges = entry.edges or TopEdges.empty(heads, edges)
-            entry.edges.merge(found)
+            entry.edges.merge(strongest)
         if tokens:
             shown = Tokens([token_rows(call, rows)])
             shown.divide(scale)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..hooks.call import AttentionCall
 from ..hooks.refusals import MergeRefused
 from . import bootstrap
+from .units import Units, split
 from .vectors import Vectors
 
 # stored sum → degree in u
@@ -56,11 +57,14 @@ DEGREE = torch.tensor(list(SUMS.values()), dtype=torch.float64)
 Array = NDArray[np.float64]
 
 
-def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
-    """(B,H,C) float64 on the CPU: the sums of every batch row and head of one call."""
+def sequence_sums(call: AttentionCall, rows: Vectors, found: Units | None = None) -> Tensor:
+    """(B,H,C) float64 on the CPU: the sums of every sequence and head of one call; of every unit with `found`."""
+    value = call.value
+    if found is not None:
+        value, rows = split(call, rows, found)
     m, counted = rows.value_gradient, rows.counted
     batch, heads, keys, _ = m.shape
-    value = call.value.to(m.dtype)
+    value = value.to(m.dtype)
     used = (rows.uniform > 0).expand(batch, -1, keys)
     queries = counted.sum(-1)
     norm = m.norm(dim=-1)
