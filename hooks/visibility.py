@@ -176,11 +176,16 @@ class Visibility:
                 some[:, span] &= seen.any(dim=-1).any(dim=1).expand(batch, -1)
         return some
 
-    def _met(self, batch: int, device: torch.device) -> Tensor:
-        """(B, S): keys that any query sees."""
+    def _met(self, batch: int, device: torch.device, rows: Tensor | None = None) -> Tensor:
+        """(B, S): keys that any query sees, or any of `rows` (B, Q)."""
         met = torch.zeros(batch, self.keys, dtype=torch.bool, device=device)
-        for _, seen in self._rows(device):
-            met |= torch.ones_like(met) if seen is None else seen.flatten(1, 2).any(1).expand(batch, self.keys)
+        for span, seen in self._rows(device):
+            if seen is None:
+                met |= torch.ones_like(met)
+                continue
+            if rows is not None:
+                seen = seen & rows[:, None, span, None]
+            met |= seen.flatten(1, 2).any(1).expand(batch, self.keys)
         return met
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -190,10 +195,18 @@ class Visibility:
         return torch.arange(self.queries, device=device) + offset, torch.arange(self.keys, device=device)
 
     def first_key(self, key_rows: Tensor | None, batch: int, device: torch.device) -> Tensor:
-        """(B,) position of the first key of each sequence that is not padding."""
+        """(B,) position of the first key of each sequence that is not padding: by the padding mask where there is one,
+        else the first that a query which counts can see.
+        """
         if key_rows is None:
-            return torch.zeros(batch, dtype=torch.long, device=device)
+            if self.mask is None:
+                return torch.zeros(batch, dtype=torch.long, device=device)
+            return remembered(("first key", self._shape, batch), (self.mask,), lambda: self._first(batch, device))
         return key_rows.to(device).to(torch.uint8).argmax(dim=1).expand(batch)
+
+    def _first(self, batch: int, device: torch.device) -> Tensor:
+        met = self._met(batch, device, self.counted(batch, device))
+        return met[:, : self.keys - self.added].to(torch.uint8).argmax(dim=1)
 
     def one_sided(self) -> bool:
         """True when no query sees a key that comes after it, and every key has a position."""
