@@ -274,11 +274,13 @@ class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model, self.optimizer = made()
+        self.validated = 0
 
     def training_step(self, batch, number):
         return self.model(**batch).loss
 
     def validation_step(self, batch, number):
+        self.validated += 1
         self.model(**batch)
 
     def train_dataloader(self):
@@ -353,6 +355,42 @@ def test_lightning_batches_that_do_not_name_their_targets_leave_the_weight_unkno
         lightning_trainer(tmp_path, hook, enable_checkpointing=False, limit_val_batches=0).fit(module, data)
     assert watch.loss_weight == "unknown"
     assert watch.history()["step"].unique().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_five_lightning_batches_in_twos_are_three_steps_whatever_else_runs(tmp_path, precision):
+    """The last group is incomplete, validation follows every batch, and sanity checks come first."""
+    module = Module()
+    with ap.watch(module.model) as watch:
+        run = lightning.Trainer(
+            accelerator="cpu",
+            precision=precision,
+            max_epochs=1,
+            accumulate_grad_batches=2,
+            val_check_interval=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(tmp_path),
+            callbacks=[ap.LightningHook(watch, targets)],
+        )
+        run.fit(module, loader(DATA[:10]), loader(DATA[:4]))
+    assert module.validated == 2 * (5 + 1)
+    model, optimizer = made()
+    with ap.watch(model) as plain:
+        for parts in ((0, 1), (2, 3), (4,)):
+            for part in parts:
+                batch = stacked(DATA[2 * part : 2 * part + 2])
+                plain.weigh(1 / (targets(batch) * 2))
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                    loss = model(**batch).loss
+                (loss / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.step()
+    assert watch.history()["step"].unique().tolist() == [0, 1, 2]
+    same_history(watch.history(), plain.history())
 
 
 def test_an_accelerate_loop_gives_the_history_of_the_hand_written_loop():
