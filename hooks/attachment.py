@@ -15,13 +15,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import override
-from .call import AttentionCall, CallSite, Needs, Receiver
+from .call import AttentionCall, CallSite, FusingReceiver, Needs, Receiver
 from .forward import Forward, Frame, looks_padded, takes_inputs
 from .packing import Packing
 from .recomputation import Decision, Recomputations
@@ -276,6 +276,12 @@ class Attachment:
             # a backward inside an autocast region must not compute the law in half precision
             with torch.autocast(call.upstream.device.type, enabled=False):
                 self.receiver.receive(call)
+
+    def fuse(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not self.open:
+            return None
+        with torch.autocast(call.upstream.device.type, enabled=False):
+            return cast(FusingReceiver, self.receiver).receive_fused(call)
 
     def fail(self, error: Exception) -> None:
         """An error of ours never reaches the user's backward: the attachment closes and the receiver keeps it."""

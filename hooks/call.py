@@ -20,9 +20,15 @@ from .visibility import Visibility
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients a receiver wants beside u = ∂L/∂(head output): those of query, key and value."""
+    """What a receiver wants beside u = ∂L/∂(head output).
+
+    Attributes:
+        inputs: the gradients of query, key and value as the kernel computes them.
+        fused: to compute them itself, in `receive_fused`, where the call allows it.
+    """
 
     inputs: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,3 +105,12 @@ class Receiver(Protocol):
 
     def refuse(self, error: Exception) -> None:
         """Told that something could not be read; raised by the receiver at the next step or read."""
+
+
+class FusingReceiver(Receiver, Protocol):
+    """A receiver that answers `Needs(fused=True)`."""
+
+    def receive_fused(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Handed the call in the backward pass where `Needs.fused` was answered; returns ∂L/∂ of query (B,H,Q,D), key
+        (B,K,S,D) and value (B,K,S,V). When it raises, the kernel is run again for them.
+        """

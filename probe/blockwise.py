@@ -65,19 +65,27 @@ def block_sizes(batch: int, heads: int, queries: int, keys: int, entries: int) -
     return max(1, min(batch, entries // max(1, r * keys * heads))), h, r
 
 
-def vectors(call: AttentionCall, *, edges: int = 0, tokens: bool = True, entries: int = BLOCK_ENTRIES) -> Vectors:
+def vectors(
+    call: AttentionCall,
+    *,
+    edges: int = 0,
+    tokens: bool = True,
+    gradients: bool = False,
+    entries: int = BLOCK_ENTRIES,
+) -> Vectors:
     """Both laws for every query row and every key of `call`.
 
     Args:
         call: one attention call.
         edges: how many of the strongest score gradients of either direction to keep per batch row and head.
         tokens: also what only token rows show, `spread`; without it that is 0.
+        gradients: also ∂L/∂q and ∂L/∂k, for calls whose every row counts and that have no cap.
         entries: upper bound on the scores that are held at once.
 
     Raises:
         BadRequest: for a block size that is not positive. UnsupportedKernel: for dtypes without a gradient.
     """
-    work = _Pass(call, edges, tokens)
+    work = _Pass(call, edges, tokens, gradients)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
     routed, anti_routed = [], []
@@ -94,7 +102,7 @@ def vectors(call: AttentionCall, *, edges: int = 0, tokens: bool = True, entries
 class _Pass:
     """The sums of one call, filled block by block."""
 
-    def __init__(self, call: AttentionCall, edges: int, tokens: bool) -> None:
+    def __init__(self, call: AttentionCall, edges: int, tokens: bool, gradients: bool) -> None:
         self.call, self.edges, self.tokens = call, edges, tokens
         self.dtype, device = compute_dtype(call), call.query.device
         self.batch, self.query_heads, self.queries, _ = call.query.shape
@@ -113,6 +121,13 @@ class _Pass:
         )
         self.aligned = torch.zeros(*shape, self.queries, dtype=torch.bool, device=device)
         self.all_live = bool(self.usable.all())
+        self.query_gradient = self.key_gradient = None
+        if gradients:
+            if not self.all_live or call.call.softcap is not None:
+                raise BadRequest("Gradients come with calls whose every row counts and that have no cap.")
+            self.query_gradient = torch.zeros(call.query.shape, dtype=self.dtype, device=device)
+            of_keys = (*shape, self.keys, call.key.shape[3])
+            self.key_gradient = torch.zeros(of_keys, dtype=self.dtype, device=device)
         # per key: m_j, Σ_i w_ij ‖u_i‖ and Σ_i w_ij
         self.moments = torch.zeros(*shape, self.width + 2, self.keys, dtype=self.dtype, device=device)
         # only where they do not follow from the moments
@@ -142,6 +157,10 @@ class _Pass:
             return tensor[batch, heads].to(self.dtype).contiguous()
         owner = torch.arange(heads.start, heads.stop, device=tensor.device) // self.call.group
         return tensor[batch][:, owner].to(self.dtype)
+
+    def of_owners(self, tensor: Tensor) -> Tensor:
+        """What query heads (B,H,S,·) give to the key/value heads that they read, added up: (B,K,S,·)."""
+        return tensor if self.call.group == 1 else tensor.unflatten(1, (-1, self.call.group)).sum(2)
 
     def counted(self, tensor: Tensor, live: Tensor) -> Tensor:
         """(…, r, ·) in the dtype of the pass, 0 in rows that do not count."""
@@ -224,6 +243,10 @@ class _Pass:
         spread = torch.linalg.vector_norm(score_gradient, ord=1, dim=-1) if self.tokens else self.zeros[place]
         if call.weights is not None:
             torch.mul(attention, less, out=buffer)
+        elif self.query_gradient is not None and self.key_gradient is not None:
+            # D is in the buffer, which is reused below; the scale is in `query`
+            self.query_gradient[place] = torch.matmul(buffer, keys).mul_(call.call.scale)
+            self.key_gradient[batch, heads, low:high] += torch.matmul(buffer.transpose(-1, -2), query)
         less_mean = buffer.sum(-1)  # Σ_j α (b − E): 0, up to sinks and rounding
         advantage_square = buffer.mul_(less).sum(-1)
         if self.precise:
@@ -301,5 +324,7 @@ class _Pass:
             value_gradient=self.moments[..., : self.width, :].transpose(-1, -2).contiguous(),
             uniform=self.uniform,
             edges=edges,
+            query_gradient=self.query_gradient,
+            key_gradient=None if self.key_gradient is None else self.of_owners(self.key_gradient),
             **dict(zip(_ROWS, self.rows)),
         )

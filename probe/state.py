@@ -19,6 +19,7 @@ from .statistics import DEGREE, INDEX, Sums, sequence_sums
 from .tokens import Tokens, positions, token_rows
 from .units import units
 from .updates import Updates
+from .vectors import Vectors
 
 # largest law_residual of a right reading, by the dtype in which the kernel returned its output: measured 1e-7 to 5e-6 in
 # float32; the smallest fault that was tried (a scale off by 1 %) gives 5e-4
@@ -110,8 +111,10 @@ class State:
             entry.heads, entry.group, entry.sums = heads, group, Sums.empty(heads)
         entry.reachable |= reachable
 
-    def add(self, call: AttentionCall, *, edges: int = 0, tokens: bool = False, scale: float = 1.0) -> None:
-        """Add one call.
+    def add(
+        self, call: AttentionCall, *, edges: int = 0, tokens: bool = False, scale: float = 1.0, gradients: bool = False
+    ) -> Vectors:
+        """Add one call; returns its vectors, with ∂L/∂q and ∂L/∂k if `gradients`.
 
         Args:
             edges: how many edges per head and direction to keep; tokens: whether to keep token rows.
@@ -122,7 +125,7 @@ class State:
         """
         if call.call.hidden:  # α is known, w is not: nothing that u enters can be said
             call, edges, tokens = replace(call, upstream=torch.zeros_like(call.upstream)), 0, False
-        rows = blockwise.vectors(call, edges=edges, tokens=tokens)
+        rows = blockwise.vectors(call, edges=edges, tokens=tokens, gradients=gradients)
         found = units(call)
         sums = sequence_sums(call, rows, found)
         heads = call.query.shape[1]
@@ -154,6 +157,7 @@ class State:
             entry.tokens.merge(shown)
         if edges or tokens:  # rows name their sequence; sums do not, and a long training would fill the memory
             self.sequences.update(dict.fromkeys(identities))
+        return rows
 
     def merge(self, other: State) -> None:
         """Add a state of other sequences of the same model."""

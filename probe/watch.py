@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
@@ -25,6 +25,7 @@ from .readings import Readings
 from .state import State
 from .statistics import Sums
 from .steps import Step, Steps, loggers
+from .vectors import Vectors
 
 Detail = Literal["heads", "tokens", "edges"]
 
@@ -48,6 +49,7 @@ class Watch(Readings):
         tokenizer: Any = None,
         history: str | os.PathLike[str] | None = None,
         logger: Any = None,
+        fused: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise BadRequest(f"watch() takes a torch.nn.Module, not {type(model).__name__}.")
@@ -60,7 +62,7 @@ class Watch(Readings):
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise BadRequest("scaler must be a GradScaler: an object with get_scale().")
         self.model_name = type(model).__name__
-        self.detail, self.every, self.capacity = detail, every, edges
+        self.detail, self.every, self.capacity, self.fused = detail, every, edges, fused
         self.scaler, self.tokenizer = scaler, tokenizer
         self.layers, self.selected_heads = _numbers("layers", layers), _numbers("heads", heads)
         self._lock = threading.RLock()
@@ -86,21 +88,34 @@ class Watch(Readings):
             return None
         if self.layers is not None and site.layer not in self.layers:
             return None
-        return Needs()
+        return Needs(fused=self.fused)
 
     def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
         with self._lock:
             self._open.seen(call, heads, group, reachable)
 
     def receive(self, call: AttentionCall) -> None:
+        self._add(call, gradients=False)
+
+    def receive_fused(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self._add(call, gradients=True)
+        assert rows.query_gradient is not None
+        assert rows.key_gradient is not None
+        by_value = rows.value_gradient
+        if call.group > 1:
+            by_value = by_value.unflatten(1, (-1, call.group)).sum(2)
+        return rows.query_gradient, rows.key_gradient, by_value
+
+    def _add(self, call: AttentionCall, gradients: bool) -> Vectors:
         scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
         with self._lock:
             self._scale = scale
-            self._open.add(
+            return self._open.add(
                 call,
                 edges=self.capacity if self.detail == "edges" else 0,
                 tokens=self.detail in ("tokens", "edges"),
                 scale=scale * (self._weighed or 1.0),
+                gradients=gradients,
             )
 
     def refuse(self, error: Exception) -> None:
@@ -307,6 +322,7 @@ def watch(
     tokenizer: Any = None,
     history: str | os.PathLike[str] | None = None,
     logger: Any = None,
+    fused: bool = False,
 ) -> Watch:
     """Watch every attention head of `model` until the returned `Watch` is closed.
 
@@ -325,8 +341,11 @@ def watch(
             one table; a resumed run gives the same folder and calls `seek(step)`. None: steps are kept in memory.
         logger: a callable `(dict, step)`, or several; told after each observed step, with flat names such as
             `probe/L3H7/routing_pressure` (see `TensorBoardLogger`, `WandbLogger`).
+        fused: let one pass give the gradients of `scaled_dot_product_attention` and the statistics, instead of the kernel's
+            backward and a pass of our own. Cheaper on a CPU, but the last bits of the model's gradients change; calls with
+            dropout, caps, sinks, padding or a checkpoint around them keep the kernel's backward.
 
     Raises:
         BadRequest: for arguments that cannot be served. BadInput: for a history of another model or of other columns.
     """
-    return Watch(model, layers, heads, detail, every, edges, scaler, reach_all, tokenizer, history, logger)
+    return Watch(model, layers, heads, detail, every, edges, scaler, reach_all, tokenizer, history, logger, fused)
