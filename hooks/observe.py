@@ -160,7 +160,7 @@ def _fused(
 ) -> Tensor | None:
     """The output behind a backward of the receiver's own; None where the kernel has to keep its backward."""
     wanting = query.requires_grad or key.requires_grad or value.requires_grad
-    if not wanting or plan.call is not None or plan.hooked or plan.deferred or plan.anchor is not None:
+    if not wanting or plan.call is not None or plan.hooked or plan.deferred:
         return None
     try:
         reading = read()

@@ -138,3 +138,12 @@ def test_lower_precisions_agree_with_the_kernel_as_far_as_they_reach(dtype: torc
         assert one.dtype == dtype
         scale = float(other.float().abs().max().clamp(min=1e-3))
         assert float((one.float() - other.float()).abs().max()) <= limit * scale
+
+
+def test_a_frozen_model_gives_the_same_table() -> None:
+    model, run = FAMILIES["llama"]()
+    model.requires_grad_(False)
+    expected, none, _ = step(model, run)
+    found, _, _ = step(model, run, fused=True)
+    assert not none
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-9, atol=1e-12)
