@@ -17,6 +17,7 @@ from torch import Tensor
 from ..hooks.call import AttentionCall
 from ..hooks.refusals import BadRequest, UnsupportedKernel
 from ..hooks.visibility import HIDDEN
+from . import registers
 from .edges import Edges, join, of_block, strongest
 from .vectors import Vectors
 
@@ -85,6 +86,9 @@ def vectors(
     Raises:
         BadRequest: for a block size that is not positive. UnsupportedKernel: for dtypes without a gradient.
     """
+    compute_dtype(call)  # refuses what has no gradient
+    if not edges and not gradients and entries == BLOCK_ENTRIES and registers.usable(call):
+        return registers.vectors(call, tokens=tokens)
     work = _Pass(call, edges, tokens, gradients)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
@@ -97,6 +101,29 @@ def vectors(
             routed.append(join([part[0] for part in found], 1))
             anti_routed.append(join([part[1] for part in found], 1))
     return work.finish((join(routed, 0), join(anti_routed, 0)) if routed else None)
+
+
+def correlation(
+    live: Tensor,
+    n: Tensor,
+    mass: Tensor,
+    expected: Tensor,
+    less_sum: Tensor,
+    less_square: Tensor,
+    variation: Tensor,
+    less_mean: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(aligned, alignment) of rows: Pearson correlation of α_i and A_i over V_i, 0 where one of them does not vary.
+
+    Args, rows all: live, n_i, Σ_j α, E_i; over V_i, with b − E = −A: Σ (b − E), Σ (b − E)², Σ (α − mean)², Σ α (b − E).
+    """
+    less_variation = (less_square - less_sum.square() / n).clamp(min=0)
+    covariance = mass * less_sum / n - less_mean  # Σ_j (α − ᾱ) A
+    tiny = torch.finfo(less_sum.dtype).eps  # of a square; below, a correlation would be one of rounding errors
+    aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
+    aligned = aligned & (less_variation > tiny * (less_square + 2 * expected * less_sum + n * expected.square()))
+    product = torch.where(aligned, (variation * less_variation).sqrt(), 1.0)
+    return aligned, torch.where(aligned, covariance / product, 0.0)
 
 
 class _Pass:
@@ -258,18 +285,12 @@ class _Pass:
         # alignment of α_i and A_i over V_i, and the slope towards even attention
         n = self.seen[batch, :, span].clamp(min=1).to(self.dtype)
         less_sum, less_norm = less.sum(-1), torch.linalg.vector_norm(less, dim=-1)
-        less_variation = (less_norm.square() - less_sum.square() / n).clamp(min=0)
         varied = torch.sub(attention, (mass / n)[..., None], out=buffer)
         if shown is not None:
             varied[..., edge:].mul_(shown)
         variation = torch.linalg.vector_norm(varied, dim=-1).square()
-        covariance = mass * less_sum / n - less_mean  # Σ_j (α − ᾱ) A
-        tiny = torch.finfo(self.dtype).eps  # of a square; below, a correlation would be one of rounding errors
-        aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
-        aligned &= less_variation > tiny * (less_norm.square() + 2 * expected * less_sum + n * expected.square())
+        aligned, alignment = correlation(live, n, mass, expected, less_sum, less_norm.square(), variation, less_mean)
         self.aligned[place] = aligned
-        product = torch.where(aligned, (variation * less_variation).sqrt(), 1.0)
-        alignment = torch.where(aligned, covariance / product, 0.0)
 
         norm = upstream.norm(dim=-1, keepdim=True)
         rows = {
