@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .run_commands import add_run_commands
 from .wind_tunnels.commands import app as tunnel_app
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 
 app.add_typer(tunnel_app, name="tunnel")
+add_run_commands(app)
 
 Model = Annotated[str | None, typer.Argument(help="A local folder or a hub name; leave out with --example.")]
 Text = Annotated[
@@ -126,6 +128,10 @@ def analyze(
     window: Window = None,
     batch_size: BatchSize = None,
     attention: Attention = None,
+    targets: Annotated[
+        str, typer.Option("--targets", help="all, last (of every window), or a CSV file of positions.")
+    ] = "all",
+    loss: Annotated[str, typer.Option("--loss", help="ce, or logit-diff: the target's logit less another's.")] = "ce",
     edges: Annotated[int, typer.Option("--edges", min=1, help="Pairs to keep per head and direction.")] = 64,
     top: Annotated[int, typer.Option("--top", min=1, help="Heads to print.")] = 12,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in --out.")] = False,
@@ -135,12 +141,17 @@ def analyze(
 
     Example: advantage-probe analyze openai-community/gpt2 --text book.txt --out gpt2-book
     """
+    from ..hooks.refusals import BadInput
     from . import analyze as job
+    from .corpus import start_token
     from .export import check_out
     from .loading import load
+    from .objective import objective
 
     check_out(out, overwrite=overwrite)
     if example is not None and model is None and example in _tunnels():
+        if (targets, loss) != ("all", "ce"):
+            raise BadInput("A tunnel has targets and a loss of its own; leave --targets and --loss out.")
         _analyze_tunnel(example, text, out, edges=edges, top=top, overwrite=overwrite, as_json=as_json)
         return
     source, texts, name = _source(model, text, example)
@@ -148,6 +159,8 @@ def analyze(
         loaded = load(source, dtype=dtype, device=device, implementation=attention)
         note(1, 1, name)
     items = job.cut(texts, loaded.model, loaded.tokenizer, length=window, most=max_tokens)
+    offset = int(start_token(loaded.tokenizer) is not None)
+    asked = objective(loss, targets, [title for title, _ in texts], loaded.tokenizer, items, offset)
     with _progress("analysing", len(items)) as note:
         run = job.analyze(
             loaded.model,
@@ -156,6 +169,7 @@ def analyze(
             name=name,
             batch_size=batch_size,
             edges=edges,
+            asked=asked,
             progress=note,
             record={"revision": loaded.revision},
         )
@@ -215,7 +229,7 @@ def _show(run: Run, out: Path, *, top: int, as_json: bool) -> None:
         print(json.dumps(jsonable({"record": run.record, "heads": run.heads.to_dict("records")})))
         return
     _print_heads(run, top)
-    print(f"\nreport: {out / 'report.html'}\ntables: {out}/{{heads,tokens,edges,updates}}.{{parquet,csv}}")
+    print(f"\nreport: {out / 'report.html'}\ntables: {out}/{{heads,tokens,edges,updates,sequences}}.{{parquet,csv}}")
 
 
 def _print_heads(run: Run, top: int) -> None:

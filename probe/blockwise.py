@@ -259,7 +259,7 @@ class _Pass:
         edges = None
         if self.edges:
             alive = torch.where(live[..., None], score_gradient, 0.0)
-            edges = of_block(alive, attention, -less, span.start, low, self.edges)
+            edges = of_block(alive, attention, -less, expected, span.start, low, self.edges)
         # A averages to 0 under α, so the best key has A ≥ 0 and the zeros of hidden keys never win; not so with sinks
         best = less
         if hidden is not None and call.sinks is not None:

@@ -16,7 +16,7 @@ from ..hooks.forward import NON_TOKENS
 from ..hooks.site import Site
 from .edges import TopEdges
 from .state import Entry, Key, State
-from .statistics import COLUMNS, INDEX, Sums
+from .statistics import COLUMNS, INDEX, SUMS, Sums
 from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
 
 if TYPE_CHECKING:
@@ -28,10 +28,12 @@ _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "
 _PAIRS = ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
 
 
-def _typed(table: pd.DataFrame) -> pd.DataFrame:
-    """The documented dtypes: categorical labels, nullable integers, strings, float64."""
+def _typed(table: pd.DataFrame, *, sums: bool = False) -> pd.DataFrame:
+    """The documented dtypes: categorical labels, nullable integers, strings, float64; raw sums are all float64."""
     for name in table.columns:
-        if name in _LABELS:
+        if sums and name in SUMS:
+            table[name] = table[name].astype("float64")
+        elif name in _LABELS or (sums and name == "sequence"):
             table[name] = table[name].astype("category")
         elif name in _INTEGERS or name in _PAIRS:
             table[name] = pd.array(table[name], dtype="Int64")
@@ -158,6 +160,16 @@ HISTORY = [
 ]
 
 
+def sequences(state: State, backward: int = 0) -> pd.DataFrame:
+    """One row per sequence, module, use and head: the sums that the columns of the heads table are functions of."""
+    tables = []
+    for key, entry in _ordered(state, backward):
+        for identity, sums in (entry.singly or {}).items():
+            table = {"sequence": f"{identity:016x}", **_identity(key, entry.heads, entry.group)}
+            tables.append(pd.DataFrame(table | dict(zip(SUMS, sums.numpy().T))))
+    return _typed(_stacked(tables, ["sequence", *_identity(_NOBODY, 0, 1), *SUMS]), sums=True)
+
+
 def history(steps: Sequence[Step]) -> pd.DataFrame:
     """One row per step, module, use, delivery and head."""
     tables = []
@@ -275,7 +287,8 @@ def edges(state: State, top: int, tokenizer: Any = None) -> pd.DataFrame:
             for direction in ("routed", "anti_routed"):
                 tables.append(_direction(key, entry.edges, direction, top, order))
     columns = ["module", "use", "head", "label", "layer", "direction", "rank", "sequence", "query_position"]
-    columns += ["key_position", "query_token_id", "key_token_id", "attention", "advantage", "score_gradient"]
+    columns += ["key_position", "query_token_id", "key_token_id", "attention", "advantage", "compatibility", "alpha_b"]
+    columns += ["score_gradient"]
     table = _stacked(tables, columns)
     for side in ("query", "key"):
         place = table.columns.get_loc(f"{side}_token_id")
@@ -301,10 +314,12 @@ def _direction(key: Key, kept: TopEdges, direction: str, top: int, order: dict[i
             "sequence": numbers[flat[:, 0].astype(int)],
             "query_position": flat[:, 1],
             "key_position": flat[:, 2],
-            "query_token_id": flat[:, 6],
-            "key_token_id": flat[:, 7],
+            "query_token_id": flat[:, 7],
+            "key_token_id": flat[:, 8],
             "attention": flat[:, 4],
             "advantage": flat[:, 5],
+            "compatibility": flat[:, 6],
+            "alpha_b": flat[:, 4] * flat[:, 6],
             "score_gradient": flat[:, 3],
         }
     )

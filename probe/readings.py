@@ -19,6 +19,7 @@ class Readings:
 
     detail: str
     capacity: int
+    singly: bool
     tokenizer: Any
     selected_heads: frozenset[int] | None
     _lock: threading.RLock
@@ -123,6 +124,16 @@ class Readings:
         if not 1 <= top <= self.capacity:
             raise BadRequest(f"{self.capacity} edges per head were kept, not {top}; open the watch with edges={top}.")
         return self._select(frames.edges(self._filled(), top, self.tokenizer))
+
+    def sequences(self) -> pd.DataFrame:
+        """One row per sequence and head: the sums that the columns of the heads table are functions of.
+
+        Raises:
+            BadRequest: when the watch was opened without `singly=True`.
+        """
+        if not self.singly:
+            raise BadRequest("Sequences were not kept apart; open the watch with singly=True.")
+        return self._select(frames.sequences(self._filled()))
 
     def updates(self) -> pd.DataFrame:
         """Responsibility-weighted update directions per head: mean of −m_j over keys, its norm, share of one axis."""

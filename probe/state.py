@@ -39,7 +39,8 @@ class Key:
 class Entry:
     """What is known of one key: the sums and their companions, None where they were not asked for.
 
-    `group`: query heads per key/value head. `reachable`: False when no gradient path led to the call.
+    `group`: query heads per key/value head. `reachable`: False when no gradient path led to the call. `singly`: the sums
+    (H,C) of every sequence by its identity.
     """
 
     heads: int
@@ -49,6 +50,7 @@ class Entry:
     updates: Updates | None = None
     edges: TopEdges | None = None
     tokens: Tokens | None = None
+    singly: dict[int, torch.Tensor] | None = None
 
     def merge(self, other: Entry) -> None:
         if (self.heads, self.group) != (other.heads, other.group) and self.heads and other.heads:
@@ -70,9 +72,19 @@ class Entry:
                 setattr(self, name, None if theirs is None else theirs.copy())
             elif theirs is not None:
                 ours.merge(theirs)
+        for identity, sums in (other.singly or {}).items():
+            self.keep(identity, sums)
+
+    def keep(self, identity: int, sums: torch.Tensor) -> None:
+        """Add the sums of one sequence to what is known of it."""
+        self.singly = self.singly if self.singly is not None else {}
+        known = self.singly.get(identity)
+        self.singly[identity] = sums.clone() if known is None else known + sums
 
     def divide(self, weight: float) -> None:
         self.sums.divide(weight)
+        if self.singly is not None:
+            self.singly = {identity: sums * weight**-DEGREE for identity, sums in self.singly.items()}
         for part in (self.updates, self.edges, self.tokens):
             if part is not None:
                 part.divide(weight)
@@ -86,6 +98,7 @@ class Entry:
             self.updates and self.updates.copy(),
             self.edges and self.edges.copy(),
             self.tokens and self.tokens.copy(),
+            None if self.singly is None else {identity: sums.clone() for identity, sums in self.singly.items()},
         )
 
 
@@ -112,12 +125,20 @@ class State:
         entry.reachable |= reachable
 
     def add(
-        self, call: AttentionCall, *, edges: int = 0, tokens: bool = False, scale: float = 1.0, gradients: bool = False
+        self,
+        call: AttentionCall,
+        *,
+        edges: int = 0,
+        tokens: bool = False,
+        singly: bool = False,
+        scale: float = 1.0,
+        gradients: bool = False,
     ) -> Vectors:
         """Add one call; returns its vectors, with ∂L/∂q and ∂L/∂k if `gradients`.
 
         Args:
             edges: how many edges per head and direction to keep; tokens: whether to keep token rows.
+            singly: whether to keep the sums of every sequence.
             scale: the loss scale that u carries; it is taken out.
 
         Raises:
@@ -138,8 +159,14 @@ class State:
         identities = call.call.sequences.identities
         entry.reachable = True
         entry.sums.imprecise = max(entry.sums.imprecise, TOLERANCE.get(call.output.dtype, 1e-4) / 10)
-        drawn = bootstrap.weights(identities if found is None else found.identities)
-        entry.sums.add(sums if scale == 1.0 else sums * scale**-DEGREE, drawn)
+        units_ = identities if found is None else found.identities
+        if scale != 1.0:
+            sums = sums * scale**-DEGREE
+        entry.sums.add(sums, bootstrap.weights(units_))
+        if singly:
+            sound = torch.isfinite(sums).all(-1).all(0)[:, None]
+            for identity, part in zip(units_, torch.where(sound, sums, 0.0), strict=True):
+                entry.keep(identity, part)
         if entry.updates is None:
             entry.updates = Updates.empty(heads, call.value.shape[-1])
         if not call.call.hidden:

@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, K key/value heads, S key positions, V value widt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -234,12 +234,12 @@ WITHOUT_WEIGHTS = (
 )
 
 
-def columns(sums: Array) -> dict[str, Array]:
-    """The columns of the heads table from sums (…,C); NaN where nothing was counted, or dropout was hidden."""
+def columns(sums: Array, names: Sequence[str] = COLUMNS) -> dict[str, Array]:
+    """Columns of the heads table from sums (…,C); NaN where nothing was counted, or dropout was hidden."""
     counted = sums[..., INDEX["queries"]] > 0
     known = counted & (sums[..., INDEX["hidden_queries"]] == 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        table = {name: define(lambda part: sums[..., INDEX[part]]) for name, define in _COLUMNS.items()}
+        table = {name: define(lambda part: sums[..., INDEX[part]]) for name in names for define in (_COLUMNS[name],)}
     return {
         name: values if name == "queries" else np.where(counted if name in WITHOUT_WEIGHTS else known, values, np.nan)
         for name, values in table.items()

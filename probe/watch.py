@@ -50,6 +50,7 @@ class Watch(Readings):
         history: str | os.PathLike[str] | None = None,
         logger: Any = None,
         fused: bool = False,
+        singly: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise BadRequest(f"watch() takes a torch.nn.Module, not {type(model).__name__}.")
@@ -62,7 +63,7 @@ class Watch(Readings):
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise BadRequest("scaler must be a GradScaler: an object with get_scale().")
         self.model_name = type(model).__name__
-        self.detail, self.every, self.capacity, self.fused = detail, every, edges, fused
+        self.detail, self.every, self.capacity, self.fused, self.singly = detail, every, edges, fused, singly
         self.scaler, self.tokenizer = scaler, tokenizer
         self.layers, self.selected_heads = _numbers("layers", layers), _numbers("heads", heads)
         self._lock = threading.RLock()
@@ -114,6 +115,7 @@ class Watch(Readings):
                 call,
                 edges=self.capacity if self.detail == "edges" else 0,
                 tokens=self.detail in ("tokens", "edges"),
+                singly=self.singly,
                 scale=scale * (self._weighed or 1.0),
                 gradients=gradients,
             )
@@ -210,7 +212,8 @@ class Watch(Readings):
         self._steps.add(Step(self._number, sums, weight, scale, skipped))
         if skipped:  # its heads are known, its numbers are not
             for entry in self._open.entries.values():
-                entry.sums, entry.updates, entry.edges, entry.tokens = Sums.empty(entry.heads), None, None, None
+                entry.sums, entry.singly = Sums.empty(entry.heads), None
+                entry.updates = entry.edges = entry.tokens = None
         self._closed_steps.merge(self._open)
         self._open, self._scale = State(), None
 
@@ -323,6 +326,7 @@ def watch(
     history: str | os.PathLike[str] | None = None,
     logger: Any = None,
     fused: bool = False,
+    singly: bool = False,
 ) -> Watch:
     """Watch every attention head of `model` until the returned `Watch` is closed.
 
@@ -344,8 +348,11 @@ def watch(
         fused: let one pass give the gradients of `scaled_dot_product_attention` and the statistics, instead of the kernel's
             backward and a pass of our own. Cheaper on a CPU, but the last bits of the model's gradients change; calls with
             dropout, caps, sinks, padding or a checkpoint around them keep the kernel's backward.
+        singly: also keep the sums of every sequence, so that runs can be compared sequence by sequence; see `sequences()`.
 
     Raises:
         BadRequest: for arguments that cannot be served. BadInput: for a history of another model or of other columns.
     """
-    return Watch(model, layers, heads, detail, every, edges, scaler, reach_all, tokenizer, history, logger, fused)
+    return Watch(
+        model, layers, heads, detail, every, edges, scaler, reach_all, tokenizer, history, logger, fused, singly
+    )

@@ -122,7 +122,7 @@ def test_analyze_writes_tables_a_record_and_a_report(folder: Path, text: Path, t
     assert result.returncode == 0, result.stderr
     assert "L1H3" in result.stdout
     assert str(out / "report.html") in result.stdout
-    names = {f"{table}.{kind}" for table in ("heads", "tokens", "edges", "updates") for kind in ("parquet", "csv")}
+    names = {f"{table}.{kind}" for table in ("heads", "tokens", "edges", "updates", "sequences") for kind in ("parquet", "csv")}
     assert {path.name for path in out.iterdir()} == names | {"run.json", "report.html"}
     heads = pd.read_parquet(out / "heads.parquet")
     assert len(heads) == 8
