@@ -90,14 +90,16 @@ def run(
     if not 0 < damping <= 1:
         raise BadRequest(f"damping must be above 0 and at most 1, not {damping}.")
     data, fresh = draw(seeds), draw(tuple(seed + HELD_OUT for seed in seeds))
-    jobs = [(arm, seeds, steps, damping) for arm in sorted(ARMS, key=lambda arm: -arm.passes)]
-    jobs = [(ADAM[0], seeds, steps, damping), *jobs]
-    whole = steps * sum(arm.passes for arm, *_ in jobs)
+    if steps < 50:  # done sooner than a second process has started
+        processes = 1
+    followed = {arm.follows: arm for arm in ARMS if arm.follows is not None}
+    groups = [(arm, followed[arm.name]) if arm.name in followed else (arm,) for arm in ARMS if arm.follows is None]
+    jobs = [Job(arms, seeds, steps, damping) for arms in (ADAM, *sorted(groups, key=lambda arms: -_passes(arms)))]
     found: dict[str, Trained] = {}
     candidates: dict[float, float] = {}
-    for trained, rates in _each(jobs, (data, fresh), whole, processes, progress):
-        found[trained.arm.name] = trained
-        candidates.update(rates)
+    for outcome in _each(jobs, (data, fresh), processes, progress):
+        found.update(outcome.trained)
+        candidates.update(outcome.candidates)
     return Experiment(
         seeds,
         steps,
@@ -110,27 +112,54 @@ def run(
     )
 
 
-Job = tuple[Arm, tuple[int, ...], int, float]
-Outcome = tuple[Trained, dict[float, float]]
+@dataclass(frozen=True)
+class Job:
+    """Arms that one worker runs in this order: an arm with its follower, or the rates of Adam."""
+
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    steps: int
+    damping: float
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a job left, by arm."""
+
+    trained: dict[str, Trained]
+    candidates: dict[float, float] = field(default_factory=dict)
+
+
+def _passes(arms: tuple[Arm, ...]) -> int:
+    """Passes per step that the bar counts: the tries of Adam's rates stop early and count for none."""
+    return 1 if arms == ADAM else sum(arm.passes for arm in arms)
 
 
 def _one(job: Job, data: tuple[Sequences, Sequences], tick: Callable[[int], None]) -> Outcome:
-    """One arm; for Adam every rate up to where its held-out loss has clearly turned, then the best one to the end."""
-    arm, seeds, steps, damping = job
-    if arm.rule != "adam":
-        return train(arm, seeds, *data, steps, damping=damping, tick=lambda: tick(arm.passes)), {}
-    lowest: dict[float, float] = {}
-    for candidate in ADAM:
-        tried = train(candidate, seeds, *data, steps, turned=0.1)
-        lowest[candidate.rates[0]] = float(tried.held_out_losses.mean(0).min())
-    best = min(ADAM, key=lambda candidate: lowest[candidate.rates[0]])
-    return train(best, seeds, *data, steps, tick=lambda: tick(1)), lowest
+    """Of Adam's rates, each up to where its held-out loss has clearly turned, then the best one to the end."""
+    if job.arms == ADAM:
+        lowest: dict[float, float] = {}
+        for candidate in ADAM:
+            tried = train(candidate, job.seeds, *data, job.steps, turned=0.1)
+            lowest[candidate.rates[0]] = float(tried.held_out_losses.mean(0).min())
+        best = min(ADAM, key=lambda candidate: lowest[candidate.rates[0]])
+        return Outcome({"adam": train(best, job.seeds, *data, job.steps, tick=lambda: tick(1))}, lowest)
+    done: dict[str, Trained] = {}
+    for arm in job.arms:
+        lengths = None if arm.follows is None else done[arm.follows].lengths
+
+        def told(passes: int = arm.passes) -> None:
+            tick(passes)
+
+        done[arm.name] = train(arm, job.seeds, *data, job.steps, damping=job.damping, lengths=lengths, tick=told)
+    return Outcome(done)
 
 
 def _each(
-    jobs: list[Job], data: tuple[Sequences, Sequences], whole: int, processes: int, progress: Progress | None
+    jobs: list[Job], data: tuple[Sequences, Sequences], processes: int, progress: Progress | None
 ) -> list[Outcome]:
     tell = progress or (lambda done, total, note: None)
+    whole = sum(job.steps * _passes(job.arms) for job in jobs)
     if processes < 2:
         done = [0]
 

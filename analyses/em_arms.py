@@ -31,15 +31,16 @@ CURVE = 100  # held-out losses and value matrices kept per run
 class Arm:
     """One way of training. `rates` multiply .01 on W_Q, W_K, W_V, W_O; `rule` says what else happens.
 
-    Rules: "gradient"; "length" (one plain step of all matrices, as long as the step of `rates`); "closed" (routing and
-    output by gradient, then the M-step); "closed_length" (the same, W_V along its plain gradient as far as the M-step
-    would have gone); "adam" (`rates` is the learning rate of all).
+    Rules: "gradient"; "length" (the plain gradient of all matrices, every step as long as that step of arm `follows` on
+    the same seed); "closed" (routing and output by gradient, then the M-step); "closed_length" (the same, W_V along its
+    plain gradient as far as the M-step would go from there); "adam" (`rates` is the learning rate of all).
     """
 
     name: str
     rule: str
     rates: tuple[float, float, float, float]
     says: str
+    follows: str | None = None
 
     @property
     def passes(self) -> int:
@@ -53,7 +54,7 @@ ARMS = (
     Arm("closed_form_length", "closed_length", (1, 1, 0, 1), "its step length, plain gradient on W_V"),
     Arm("output_x10", "gradient", (1, 1, 1, 10), "output × 10"),
     Arm("all_x10", "gradient", (10, 10, 10, 10), "all × 10"),
-    Arm("matched_length", "length", (1, 1, 10, 1), "step length of values × 10, all matrices"),
+    Arm("matched_length", "length", (1, 1, 1, 1), "step length of values × 10, all matrices", "values_x10"),
     Arm("routing_frozen", "gradient", (0, 0, 10, 10), "values and output × 10, routing frozen"),
 )
 ADAM = tuple(Arm("adam", "adam", (rate,) * 4, f"Adam {rate:g}") for rate in (1e-3, 3e-3, 1e-2))
@@ -116,6 +117,7 @@ def train(
     steps: int,
     *,
     damping: float = 1.0,
+    lengths: Tensor | None = None,
     turned: float | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Trained:
@@ -124,13 +126,15 @@ def train(
     Args:
         data, fresh: training and held-out sequences of the same seeds.
         damping: τ in (0, 1], the part of each M-step that is taken.
+        lengths (S, steps + 1): cumulative step lengths to keep to, for an arm that follows another.
         turned: stop early, once the mean held-out loss is this far (nats) above its minimum.
         tick: called after every iteration.
     """
     weights = [matrix.requires_grad_() for matrix in first_weights(seeds).all]
     adam = torch.optim.Adam(weights, lr=arm.rates[0]) if arm.rule == "adam" else None
     marks = sorted({round(point * steps / CURVE) for point in range(CURVE + 1)})
-    curve, lengths, along, kept = [], [torch.zeros(len(seeds))], [], []
+    allowed = None if lengths is None else lengths.diff(dim=1)
+    curve, gone, along, kept = [], [torch.zeros(len(seeds))], [], []
     for step in range(steps + 1):
         if step in marks:
             with torch.no_grad():
@@ -143,9 +147,9 @@ def train(
         gradients = torch.autograd.grad(loss.sum(), weights)
         before = [matrix.detach().clone() for matrix in weights]
         with torch.no_grad():
-            _move(arm, weights, gradients, adam, data, damping)
+            _move(arm, weights, gradients, adam, data, damping, None if allowed is None else allowed[:, step])
             moved = sum(((after - old) ** 2).sum((-2, -1)) for after, old in zip(weights, before, strict=True))
-        lengths.append(lengths[-1] + torch.as_tensor(moved).sqrt())
+        gone.append(gone[-1] + torch.as_tensor(moved).sqrt())
         tick()
     with torch.no_grad():
         ends = [figures(forward(Weights(*weights), part.inputs)[0], part) for part in (data, fresh)]
@@ -154,7 +158,7 @@ def train(
         ends[0],
         ends[1],
         torch.stack(curve, 1),
-        torch.stack(lengths, 1),
+        torch.stack(gone, 1),
         marks[: len(along)],
         torch.stack(along, 1),
         torch.stack(kept),
@@ -168,6 +172,7 @@ def _move(
     adam: torch.optim.Adam | None,
     data: Sequences,
     damping: float,
+    allowed: Tensor | None,
 ) -> None:
     """One iteration, in place."""
     if adam is not None:
@@ -176,10 +181,9 @@ def _move(
         adam.step()
         return
     changes = [-RATE * rate * gradient for rate, gradient in zip(arm.rates, gradients, strict=True)]
-    if arm.rule == "length":
-        plain = [-gradient for gradient in gradients]
-        factor = _length(changes) / _length(plain)
-        changes = [factor[:, None, None] * change for change in plain]
+    if allowed is not None:
+        factor = allowed / _length(changes)
+        changes = [factor[:, None, None] * change for change in changes]
     for matrix, change in zip(weights, changes, strict=True):
         matrix += change
     if arm.rule in ("closed", "closed_length"):
