@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .training_commands import em
+from .training_commands import dynamics, em
 from .wind_tunnels.commands import app as tunnel_app
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ app = typer.Typer(
 
 app.add_typer(tunnel_app, name="tunnel")
 app.command()(em)
+app.command()(dynamics)
 
 Model = Annotated[str | None, typer.Argument(help="A local folder or a hub name; leave out with --example.")]
 Text = Annotated[

@@ -43,6 +43,11 @@ class Course:
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def but_for_its_seed(self) -> str:
+        """What two runs of one experiment share."""
+        return repr((self.tunnel, sorted(self.changes.items()), replace(self.recipe, seed=0)))
+
+    @property
     def task(self) -> Tunnel:
         return replace(tunnel(self.tunnel), **self.changes)  # type: ignore[type-var]
 
@@ -73,8 +78,8 @@ class Course:
 
 SMALL = Course(
     "bijection-repeats",
-    Recipe(Shape("llama", 2, 4, 64), steps=1_500, batch=32, learning_rate=3e-3, warm_up=50),
-    {"symbols": 8, "pairs": 8},
+    Recipe(Shape("llama", 2, 4, 64), steps=640, batch=64, warm_up=50, first_length=5, growth=240),
+    {"symbols": 8, "pairs": 6},
 )
 
 

@@ -10,29 +10,34 @@ Shapes: n sequences, H heads of all layers, T positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from ..hooks.refusals import BadRequest
 from ..probe.watch import watch
 from . import frame
 from .attention_calls import Head, Loss, heads
-from .course import Course, Runner, checkpoints, continued, excess, load, state
+from .course import SMALL, Course, Runner, checkpoints, continued, excess, load, state, train
 from .feedback import feedback
 from .following import Batch, follow
 from .real_steps import KINDS, real_step
 from .roles import CONTENT, ROUTING, Role
 from .step_size import step_size
+from .wind_tunnels.errors import TunnelError
 from .wind_tunnels.models import logits
 from .wind_tunnels.protocol import Episodes, Tunnel
+from .wind_tunnels.recipes import recipe
+from .wind_tunnels.registry import tunnel
 
 CUTS = {"whole": 1, "half": 2, "quarter": 4}
 FROZEN: dict[str, tuple[Role, ...]] = {"routing": ROUTING, "content": CONTENT}
 SEQUENCES = 256
+FEWEST = 40  # steps: below, 2 and 5 % of a run are hardly steps of their own
 HELD_OUT = 64  # sequences on which a step made by others is looked at
 NULLS = (1, 2, 3)  # shifts of the targets across sequences
 Progress = Callable[[int, int, str], None]
@@ -68,6 +73,45 @@ class Examined:
     @property
     def seed(self) -> int:
         return self.course.recipe.seed
+
+
+def courses(name: str, seeds: Sequence[int], steps: int | None) -> list[Course]:
+    """One course per seed: `SMALL`, or the registered tunnel `name` with its tiny preset; `steps` shortens either.
+
+    Raises:
+        BadRequest: for repeated or negative seeds, too few steps, or a name that no tunnel has.
+    """
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise BadRequest(f"seeds must differ and be 0 or above, not {list(seeds)}.")
+    base = SMALL
+    if name:
+        try:
+            tunnel(name)
+        except TunnelError as error:
+            raise BadRequest(str(error)) from error
+        base = Course(name, recipe(name, "tiny"))
+    if steps is not None:
+        if steps < FEWEST:
+            raise BadRequest(f"steps must be {FEWEST} or more, not {steps}.")
+        growth = base.recipe.growth * steps // base.recipe.steps
+        base = replace(base, recipe=replace(base.recipe, steps=steps, growth=growth))
+    return [replace(base, recipe=replace(base.recipe, seed=seed)) for seed in seeds]
+
+
+def trained(wanted: Sequence[Course], folder: Path, progress: Progress | None = None) -> list[Path]:
+    """Train every course under `folder`/seed-N, where finished ones stay and killed ones go on; their folders."""
+    whole, done = sum(course.recipe.steps for course in wanted), [0]
+    folders = []
+    for course in wanted:
+
+        def tick(seed: int = course.recipe.seed) -> None:
+            done[0] += 1
+            if progress is not None:
+                progress(done[0], whole, f"seed {seed}: training")
+
+        folders.append(folder / f"seed-{course.recipe.seed}")
+        train(course, folders[-1], tick)
+    return folders
 
 
 def summed(task: Tunnel, episodes: Episodes, shift: int = 0) -> Loss:

@@ -173,7 +173,8 @@ def text(runs: Sequence[Examined]) -> str:
         f"divergence of the first maps from the last, nats: {_range(found['start_divergence'])}"
         + (f"; between two runs' last maps: {_range(found['divergence_between_seeds'])}" if several else ""),
         "",
-        "90 % times in steps, by scale and cut of the run (frame: divergence from the last maps; precision: excess over Bayes)",
+        "90 % times in steps, by scale and cut of the run",
+        "(frame: divergence from the last maps; precision: excess over Bayes)",
     ]
     table = {cut: {name: _range(values, 0) for name, values in found["times"][cut].items()} for cut in found["times"]}
     lines += [pd.DataFrame(table).T.to_string(), ""]

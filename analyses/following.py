@@ -8,6 +8,9 @@ distance and row length:
 
     following = (ρ − ρ_null) / (ρ_ceiling − ρ_null)
 
+Early on a plain gradient step moves α mostly through what the head reads, hardly through its scores, and the ceiling sinks
+to the null: then there is no score. `ceiling_routing`, of a step on W_Q and W_K alone, stands beside it.
+
 Values: cos(Δv_j, −m_j) less its mean over permuted tokens (the m_j share a direction), and cos(Δv_j, −Σ_k (x_j·x_k) m_k),
 which a plain gradient step on W_V makes 1.
 
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_calls import Loss, gradients, heads, moved
+from .roles import ROUTING, parts
 
 FEWEST = 8  # visible keys, below which a row has no correlation worth the name
 NARROW = 0.05  # a ceiling less than this above the null leaves nothing to be followed
@@ -106,28 +110,34 @@ def follow(
         trained_on: the loss whose gradient made the step.
         batches: name → batch on which to look, such as the one that made the step and a held-out one.
 
-    Columns: batch, module, layer, head; `rho`, `ceiling`, `null`, `following`; `value_cosine`, `value_null` (permuted
-    tokens), `value_following` (their difference) and `value_shared`.
+    Columns: batch, module, layer, head; `rho`, `ceiling`, `ceiling_routing`, `null`, `following`; `value_cosine`,
+    `value_null` (permuted tokens), `value_following` (their difference) and `value_shared`.
     """
     after = moved(before, dict(step))
     before.zero_grad(set_to_none=True)
     trained_on(before).backward()
     slope = gradients(before)
-    largest = max(float(parameter.detach().abs().max()) for parameter in before.parameters())
-    steepest = max(float(gradient.abs().max()) for gradient in slope.values())
-    small = TINY * largest / steepest
-    down, up = moved(before, slope, -small), moved(before, slope, small)
+    routing = {name: torch.zeros_like(gradient) for name, gradient in slope.items()}
+    for part in parts(before):
+        if part.role in ROUTING and part.parameter in slope:
+            part.of(routing[part.parameter]).copy_(part.of(slope[part.parameter]))
+    down, up = _around(before, slope)
+    routed_down, routed_up = _around(before, routing)
     rows = []
     for name, batch in batches.items():
         now = heads(before, batch.loss)
         nulls = [heads(before, null) for null in batch.nulls]
-        realised, below, above = (heads(model, batch.loss) for model in (after, down, up))
+        realised, below, above, routed_below, routed_above = (
+            heads(model, batch.loss) for model in (after, down, up, routed_down, routed_up)
+        )
         for module, head in now.items():
             expected = law_change(head.attention, head.advantage)
             change = realised[module].attention - head.attention
             plain = (below[module].attention - above[module].attention) / 2
             rho = row_correlation(expected, change, head.visible)
             ceiling = row_correlation(expected, plain, head.visible)
+            routed = routed_below[module].attention - routed_above[module].attention
+            ceiling_routing = row_correlation(expected, routed, head.visible)
             null = torch.stack(
                 [
                     row_correlation(law_change(head.attention, other[module].advantage), change, head.visible)
@@ -148,6 +158,7 @@ def follow(
                         "layer": head.layer,
                         "head": place,
                         **dict(zip(("rho", "ceiling", "null"), figures, strict=True)),
+                        "ceiling_routing": float(ceiling_routing[place]),
                         "following": score(*figures),
                         "value_cosine": float(cosine[group]),
                         "value_null": float(permuted[group]),
@@ -160,9 +171,18 @@ def follow(
 
 def pooled(table: pd.DataFrame) -> dict[str, float]:
     """All heads of a table together: means of ρ, ceiling and null, and the score of the means."""
-    mean = table[["rho", "ceiling", "null", "value_following", "value_cosine", "value_shared"]].mean()
+    names = ["rho", "ceiling", "ceiling_routing", "null", "value_following", "value_cosine", "value_shared"]
+    mean = table[names].mean()
     found = {str(name): float(value) for name, value in mean.items()}
     return found | {"following": score(found["rho"], found["ceiling"], found["null"])}
+
+
+def _around(before: nn.Module, slope: Mapping[str, Tensor]) -> tuple[nn.Module, nn.Module]:
+    """The model an infinitesimal step down and one up a gradient."""
+    largest = max(float(parameter.detach().abs().max()) for parameter in before.parameters())
+    steepest = max(float(gradient.abs().max()) for gradient in slope.values())
+    small = TINY * largest / steepest if steepest else 0.0
+    return moved(before, dict(slope), -small), moved(before, dict(slope), small)
 
 
 def _biased(model: nn.Module, module: str) -> bool:

@@ -91,3 +91,56 @@ def em(
     print(report.text(found))
     if out is not None:
         print(f"\nfigure: {out}/em.{{png,svg,pdf}}\ntables: {out}/{{arms,paired,curves,trajectories}}.{{parquet,csv}}")
+
+
+def dynamics(
+    checkpoints: Annotated[
+        Path | None, typer.Option("--checkpoints", help="Folder of a kept run, or of several; nothing is trained.")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", help="Keep the trained runs here, each under seed-N; a killed one goes on.")
+    ] = None,
+    tunnel: Annotated[str, typer.Option("--tunnel", help="Task of the runs, a name of `tunnel list`.")] = "",
+    seeds: Seeds = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps of each run.")] = None,
+    causal: Annotated[
+        bool, typer.Option("--causal/--no-causal", help="Also continue with routing frozen and with content frozen.")
+    ] = True,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Frame, precision, pressures, law-following and feedback of training runs, live or from saved checkpoints.
+
+    Example: advantage-probe dynamics --seeds 0,1,2,3,4 --keep runs --out dynamics-report
+    """
+    import tempfile
+
+    from ..hooks.refusals import BadInput
+    from . import dynamics as job
+    from . import dynamics_report as report
+    from .course import load, runs_in
+    from .export import check_out, new_folder
+
+    if out is not None:
+        check_out(out, overwrite=overwrite)
+    if checkpoints is not None and (keep, tunnel, seeds, steps) != (None, "", None, None):
+        raise BadInput("--checkpoints reads finished runs; leave --keep, --tunnel, --seeds and --steps out.")
+    with tempfile.TemporaryDirectory() as temporary, progress("dynamics") as note:
+        if checkpoints is not None:
+            folders = runs_in(checkpoints)
+        else:
+            wanted = job.courses(tunnel, numbers(seeds, (0, 1, 2, 3, 4), "--seeds"), steps)
+            folders = job.trained(wanted, keep or Path(temporary), note)
+        if len({load(folder).but_for_its_seed for folder in folders}) > 1:
+            raise BadInput("The runs differ in more than their seed; give runs of one task and recipe.")
+        runs = [job.examine(folder, causal=causal, progress=note) for folder in folders]
+    if out is not None:
+        with new_folder(out, overwrite=overwrite) as folder:
+            report.write(runs, folder)
+    if json:
+        print(as_json(report.summary(runs)))
+        return
+    print(report.text(runs))
+    if out is not None:
+        print(f"\nfigure: {out}/dynamics.{{png,svg,pdf}}\ntables: {out}/*.{{parquet,csv}}")
