@@ -9,6 +9,7 @@ A run's folder holds `course.json` (task, recipe and steps; written last, so tha
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -97,7 +98,8 @@ class Runner:
         self.optimizer = torch.optim.AdamW(groups, lr=course.recipe.learning_rate)
         if state is not None:
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            # the optimizer would go on in the tensors it is given, and a state is used more than once
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             self.step = int(state["step"])
         self.model.train()
 

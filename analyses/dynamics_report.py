@@ -247,10 +247,10 @@ def figure(runs: Sequence[Examined]) -> Any:
     own = following(runs)
     for kind in KINDS:
         part = own[(own["optimizer"] == kind) & (own["batch"] == "own")]
-        axes[1, 1].plot(part["percent"], part["following"], marker="o", label=SAYS[kind])
+        axes[1, 1].plot([f"{one:g}" for one in part["percent"]], part["following"], marker="o", label=SAYS[kind])
     axes[1, 1].axhline(1, color="black", linewidth=0.6)
     axes[1, 1].axhline(0, color="black", linewidth=0.6)
-    axes[1, 1].set(xscale="log", xlabel="% of the run", title="law-following on the step's own batch")
+    axes[1, 1].set(xlabel="% of the run", title="law-following on the step's own batch")
     axes[1, 1].legend(fontsize=7)
     sizes = step_sizes(runs)
     sizes = sizes[sizes["optimizer"] == "own"]
