@@ -69,7 +69,7 @@ class Course:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 2:
-                    parameter *= self.gain
+                    parameter.mul_(self.gain)
         return model
 
     def episodes(self, step: int) -> Episodes:
@@ -156,7 +156,7 @@ def train(course: Course, folder: Path, tick: Tick = lambda: None) -> None:
             break
         runner.advance()
         tick()
-    record = {"tunnel": course.tunnel, "changes": course.changes, "recipe": asdict(course.recipe)}
+    record: dict[str, Any] = {"tunnel": course.tunnel, "changes": course.changes, "recipe": asdict(course.recipe)}
     record |= {"gain": course.gain, "steps": course.kept}
     text = json.dumps(record, indent=1) + "\n"
 

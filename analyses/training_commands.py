@@ -95,8 +95,12 @@ def em(
 
 def dynamics(
     checkpoints: Annotated[
-        Path | None, typer.Option("--checkpoints", help="Folder of a kept run, or of several; nothing is trained.")
+        Path | None,
+        typer.Option(
+            "--checkpoints", help="A kept run, a folder of several, or of models named checkpoint-N (--text)."
+        ),
     ] = None,
+    text: Annotated[list[str] | None, typer.Option("--text", help="Text file for models named checkpoint-N.")] = None,
     keep: Annotated[
         Path | None, typer.Option("--keep", help="Keep the trained runs here, each under seed-N; a killed one goes on.")
     ] = None,
@@ -121,11 +125,19 @@ def dynamics(
     from . import dynamics_report as report
     from .course import load, runs_in
     from .export import check_out, new_folder
+    from .saved_models import models_in
 
     if out is not None:
         check_out(out, overwrite=overwrite)
     if checkpoints is not None and (keep, tunnel, seeds, steps) != (None, "", None, None):
         raise BadInput("--checkpoints reads finished runs; leave --keep, --tunnel, --seeds and --steps out.")
+    if checkpoints is not None and models_in(checkpoints):
+        _saved(checkpoints, text, out, overwrite=overwrite, json=json)
+        return
+    if text:
+        raise BadInput(
+            "--text goes with a folder of models named checkpoint-N; runs in a tunnel make their own episodes."
+        )
     with tempfile.TemporaryDirectory() as temporary, progress("dynamics") as note:
         if checkpoints is not None:
             folders = runs_in(checkpoints)
@@ -144,3 +156,21 @@ def dynamics(
     print(report.text(runs))
     if out is not None:
         print(f"\nfigure: {out}/dynamics.{{png,svg,pdf}}\ntables: {out}/*.{{parquet,csv}}")
+
+
+def _saved(folder: Path, files: list[str] | None, out: Path | None, *, overwrite: bool, json: bool) -> None:
+    """`--checkpoints` on models of somebody else's run."""
+    from ..hooks.refusals import BadInput
+    from . import saved_models as job
+    from .corpus import read_text
+    from .export import new_folder
+
+    if not files:
+        raise BadInput(f"{str(folder)!r} holds models named checkpoint-N; give the text to look at with --text FILE.")
+    texts = [(Path(file).name, read_text(file)) for file in files]
+    with progress("dynamics") as note:
+        found = job.examine_saved(folder, texts, note)
+    if out is not None:
+        with new_folder(out, overwrite=overwrite) as made:
+            job.write(found, made)
+    print(as_json(job.summary(found)) if json else job.text(found))
