@@ -244,14 +244,7 @@ def figure(runs: Sequence[Examined]) -> Any:
     axes[0, 2].set(xscale="log", yscale="log", xlabel="step", title="pressures on the fixed sequences (summed loss)")
     axes[0, 2].legend(fontsize=7)
     _draw_causal(axes[1, 0], causal(runs))
-    own = following(runs)
-    for kind in KINDS:
-        part = own[(own["optimizer"] == kind) & (own["batch"] == "own")]
-        axes[1, 1].plot([f"{one:g}" for one in part["percent"]], part["following"], marker="o", label=SAYS[kind])
-    axes[1, 1].axhline(1, color="black", linewidth=0.6)
-    axes[1, 1].axhline(0, color="black", linewidth=0.6)
-    axes[1, 1].set(xlabel="% of the run", title="law-following on the step's own batch")
-    axes[1, 1].legend(fontsize=7)
+    _draw_following(axes[1, 1], following(runs))
     sizes = step_sizes(runs)
     sizes = sizes[sizes["optimizer"] == "own"]
     base = [0.0] * len(sizes)
@@ -265,6 +258,24 @@ def figure(runs: Sequence[Examined]) -> Any:
         f"{runs[0].course.tunnel} {runs[0].course.changes or ''}: {runs[0].course.recipe.steps:,} steps, {seeds}"
     )
     return drawing
+
+
+def _draw_following(axis: Any, table: pd.DataFrame) -> None:
+    """ρ of every optimizer between what it is held against: the score alone is missing wherever there is no room."""
+    table = table[table["batch"] == "own"]
+    for place, kind in enumerate(KINDS):
+        part = table[table["optimizer"] == kind]
+        axis.plot([f"{one:g}" for one in part["percent"]], part["rho"], marker="o", color=f"C{place}", label=SAYS[kind])
+    part = table[table["optimizer"] == "own"]
+    marks = [f"{one:g}" for one in part["percent"]]
+    for name, style, says in (
+        ("ceiling", "--", "ceiling: infinitesimal plain step"),
+        ("ceiling_routing", ":", "the same on W_Q and W_K alone"),
+        ("null", "-.", "null: other sequences' targets"),
+    ):
+        axis.plot(marks, part[name], color="black", linestyle=style, linewidth=1, label=says)
+    axis.set(xlabel="% of the run", title="correlation of Δα with the law's Δα*, the step's own batch")
+    axis.legend(fontsize=7)
 
 
 def _draw_causal(axis: Any, forks: Sequence[dict[str, Any]]) -> None:
