@@ -8,8 +8,9 @@ distance and row length:
 
     following = (ρ − ρ_null) / (ρ_ceiling − ρ_null)
 
-Early on a plain gradient step moves α mostly through what the head reads, hardly through its scores, and the ceiling sinks
-to the null: then there is no score. `ceiling_routing`, of a step on W_Q and W_K alone, stands beside it.
+In a whole model a plain gradient step moves α mostly through what the head reads, hardly through its own scores: the
+ceiling can sink to the null, and then there is no score. So `ceiling_routing`, of a step on W_Q and W_K alone, and the score under
+it, `following_routing`, stand beside them.
 
 Values: cos(Δv_j, −m_j) less its mean over permuted tokens (the m_j share a direction), and cos(Δv_j, −Σ_k (x_j·x_k) m_k),
 which a plain gradient step on W_V makes 1.
@@ -110,8 +111,8 @@ def follow(
         trained_on: the loss whose gradient made the step.
         batches: name → batch on which to look, such as the one that made the step and a held-out one.
 
-    Columns: batch, module, layer, head; `rho`, `ceiling`, `ceiling_routing`, `null`, `following`; `value_cosine`,
-    `value_null` (permuted tokens), `value_following` (their difference) and `value_shared`.
+    Columns: batch, module, layer, head; `rho`, `ceiling`, `ceiling_routing`, `null`, `following`, `following_routing`;
+    `value_cosine`, `value_null` (permuted tokens), `value_following` (their difference) and `value_shared`.
     """
     after = moved(before, dict(step))
     before.zero_grad(set_to_none=True)
@@ -160,6 +161,7 @@ def follow(
                         **dict(zip(("rho", "ceiling", "null"), figures, strict=True)),
                         "ceiling_routing": float(ceiling_routing[place]),
                         "following": score(*figures),
+                        "following_routing": score(figures[0], float(ceiling_routing[place]), figures[2]),
                         "value_cosine": float(cosine[group]),
                         "value_null": float(permuted[group]),
                         "value_following": float(cosine[group] - permuted[group]),
@@ -170,11 +172,15 @@ def follow(
 
 
 def pooled(table: pd.DataFrame) -> dict[str, float]:
-    """All heads of a table together: means of ρ, ceiling and null, and the score of the means."""
+    """All heads of a table together: means of ρ, ceilings and null, and the scores of the means."""
     names = ["rho", "ceiling", "ceiling_routing", "null", "value_following", "value_cosine", "value_shared"]
     mean = table[names].mean()
     found = {str(name): float(value) for name, value in mean.items()}
-    return found | {"following": score(found["rho"], found["ceiling"], found["null"])}
+    rho, null = found["rho"], found["null"]
+    return found | {
+        "following": score(rho, found["ceiling"], null),
+        "following_routing": score(rho, found["ceiling_routing"], null),
+    }
 
 
 def _around(before: nn.Module, slope: Mapping[str, Tensor]) -> tuple[nn.Module, nn.Module]:

@@ -170,6 +170,15 @@ def test_a_tiny_plain_gradient_step_of_a_model_reaches_its_ceiling(kind: str) ->
     assert table["following"].dropna().to_numpy() == pytest.approx(1.0, abs=0.05)
     assert table["following"].notna().any()
     assert (table["ceiling"] < 0.9).all()  # shared W_Q and W_K permit less than free scores
+    step = gradient_step(model, loss, 1e-5)
+    alone = {name: torch.zeros_like(change) for name, change in step.items()}
+    for part in roles.parts(model):
+        if part.role in roles.ROUTING:
+            part.of(alone[part.parameter]).copy_(part.of(step[part.parameter]))
+    routed = following.follow(model, alone, loss, batches)
+    assert routed["rho"].to_numpy() == pytest.approx(routed["ceiling_routing"].to_numpy(), abs=0.01)
+    assert following.pooled(routed)["following_routing"] == pytest.approx(1.0, abs=0.05)
+    assert (routed["ceiling_routing"] > routed["ceiling"]).mean() > 0.5
     uphill = following.follow(model, gradient_step(model, loss, -1e-5), loss, batches)
     assert uphill["rho"].to_numpy() == pytest.approx(-table["ceiling"].to_numpy(), abs=0.01)
 
