@@ -9,8 +9,8 @@ distance and row length:
     following = (ρ − ρ_null) / (ρ_ceiling − ρ_null)
 
 In a whole model a plain gradient step moves α mostly through what the head reads, hardly through its own scores: the
-ceiling can sink to the null, and then there is no score. So `ceiling_routing`, of a step on W_Q and W_K alone, and the score under
-it, `following_routing`, stand beside them.
+ceiling can sink to the null, and then there is no score. So `ceiling_routing`, of a step on W_Q and W_K alone, and the
+score under it, `following_routing`, stand beside them.
 
 Values: cos(Δv_j, −m_j) less its mean over permuted tokens (the m_j share a direction), and cos(Δv_j, −Σ_k (x_j·x_k) m_k),
 which a plain gradient step on W_V makes 1.
