@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .run_commands import add_run_commands
+from .training_commands import dynamics, em
 from .wind_tunnels.commands import app as tunnel_app
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ app = typer.Typer(
 
 app.add_typer(tunnel_app, name="tunnel")
 add_run_commands(app)
+app.command()(em)
+app.command()(dynamics)
 
 Model = Annotated[str | None, typer.Argument(help="A local folder or a hub name; leave out with --example.")]
 Text = Annotated[

@@ -2,63 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 import zoo
+from terminal import command as run
+from terminal import refused
 
-from advantage_probe.analyses import cli
 from advantage_probe.hooks import attention_registry
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command left behind: its exit code and what it printed."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(*arguments: object) -> Result:
-    """The command in this process: what `main()` prints and the code it exits with."""
-    out, err = io.StringIO(), io.StringIO()
-    words = ["advantage-probe", *(str(argument) for argument in arguments)]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", words)
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            err.write(traceback.format_exc())
-            code = 1
-    return Result(code, out.getvalue(), err.getvalue())
-
-
-def refused(result: Result, *words: str) -> None:
-    """Exit code 2, the last line one sentence, no traceback."""
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    assert "Traceback" not in result.stdout
-    line = result.stderr.strip().splitlines()[-1]
-    assert line.startswith("advantage-probe: ")
-    for word in words:
-        assert word in line, line
 
 
 def tokenizer_of(words: int):
@@ -122,7 +81,11 @@ def test_analyze_writes_tables_a_record_and_a_report(folder: Path, text: Path, t
     assert result.returncode == 0, result.stderr
     assert "L1H3" in result.stdout
     assert str(out / "report.html") in result.stdout
-    names = {f"{table}.{kind}" for table in ("heads", "tokens", "edges", "updates", "sequences") for kind in ("parquet", "csv")}
+    names = {
+        f"{table}.{kind}"
+        for table in ("heads", "tokens", "edges", "updates", "sequences")
+        for kind in ("parquet", "csv")
+    }
     assert {path.name for path in out.iterdir()} == names | {"run.json", "report.html"}
     heads = pd.read_parquet(out / "heads.parquet")
     assert len(heads) == 8
