@@ -219,3 +219,14 @@ def batch(family: str, *, seed: int = 0, rows: int = 2, length: int = 9) -> dict
     if FAMILIES[family].encoder_decoder:
         return {"input_ids": ids, "labels": torch.randint(3, VOCABULARY, (rows, 5), generator=generator)}
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def tokenizer(words: int) -> Any:
+    """A tokenizer of whole words w0, w1, …"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{number}": number for number in range(words)}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0", pad_token="w0")

@@ -20,22 +20,12 @@ from terminal import refused
 from advantage_probe.hooks import attention_registry
 
 
-def tokenizer_of(words: int):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {f"w{number}": number for number in range(words)}
-    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0", pad_token="w0")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer, as save_pretrained() leaves it."""
     place = tmp_path_factory.mktemp("model")
     zoo.llama().save_pretrained(place)
-    tokenizer_of(zoo.VOCABULARY).save_pretrained(place)
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(place)
     return place
 
 
@@ -182,12 +172,12 @@ def test_encoders_and_models_without_attention_are_refused(text: Path, tmp_path:
 
     encoder = tmp_path / "encoder"
     zoo.t5().save_pretrained(encoder)
-    tokenizer_of(zoo.VOCABULARY).save_pretrained(encoder)
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(encoder)
     refused(run("analyze", encoder, "--text", text, "--out", tmp_path / "out"), "causal")
     mamba = tmp_path / "mamba"
     config = transformers.MambaConfig(vocab_size=zoo.VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
     transformers.MambaForCausalLM(config).save_pretrained(mamba)
-    tokenizer_of(zoo.VOCABULARY).save_pretrained(mamba)
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(mamba)
     refused(run("analyze", mamba, "--text", text, "--out", tmp_path / "out"), "no attention call")
     assert not (tmp_path / "out").exists()
 
@@ -223,7 +213,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_named(folder: Path, tmp_pa
 
     wrong = tmp_path / "wrong"
     shutil.copytree(folder, wrong)
-    tokenizer_of(40).save_pretrained(wrong)
+    zoo.tokenizer(40).save_pretrained(wrong)
     file = tmp_path / "text"
     file.write_text("w1 w2 w39 w3", encoding="utf-8")
     refused(run("analyze", wrong, "--text", file, "--out", tmp_path / "out"), "w39", "31", "40")
@@ -279,7 +269,7 @@ def test_names_with_markup_are_shown_as_they_are(folder: Path, text: Path, tmp_p
 def test_a_model_that_sees_both_sides_is_refused(text: Path, tmp_path: Path) -> None:
     encoder = tmp_path / "encoder"
     zoo.bert().save_pretrained(encoder)
-    tokenizer_of(zoo.VOCABULARY).save_pretrained(encoder)
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(encoder)
     refused(run("analyze", encoder, "--text", text, "--out", tmp_path / "out"), "both sides")
 
 
