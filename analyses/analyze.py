@@ -21,18 +21,20 @@ from .. import __version__
 from ..hooks.refusals import BadInput, NoGradientReached
 from ..probe.watch import Watch, watch
 from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
+from .maps import Maps, maps
 from .objective import NEXT_TOKEN, Objective
 from .stored import FORMAT
 
 WINDOW = 256  # tokens in a window unless asked otherwise: enough sequences for an interval, from a page of text
 LOGITS = 1 << 27  # logits held at once
+FINE_HEADS = 4  # heads that are mapped in finer cells
 
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One analysis: its frames, the strongest edges with their text, and its record."""
+    """One analysis: its frames, its record, maps of one window, and frames that not every run has (`more`)."""
 
     heads: pd.DataFrame
     tokens: pd.DataFrame
@@ -40,6 +42,8 @@ class Run:
     updates: pd.DataFrame
     sequences: pd.DataFrame
     record: dict[str, Any] = field(default_factory=dict)
+    maps: Maps = field(default_factory=Maps)
+    more: dict[str, pd.DataFrame] = field(default_factory=dict)
 
     @property
     def frames(self) -> dict[str, pd.DataFrame]:
@@ -146,8 +150,10 @@ def analyze(
 def identified(items: Sequence[Window], tokenizer: Any) -> dict[str, str]:
     """What tells texts and tokenizers apart: digests of the token ids and of the vocabulary."""
     ids = hashlib.sha256(repr(sorted((window.source, window.start, window.ids) for window in items)).encode())
-    vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode())
-    return {"texts_digest": ids.hexdigest()[:16], "tokenizer_digest": vocabulary.hexdigest()[:16]}
+    told = {"texts_digest": ids.hexdigest()[:16]}
+    if hasattr(tokenizer, "get_vocab"):
+        told["tokenizer_digest"] = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+    return told
 
 
 def collect(
@@ -167,6 +173,7 @@ def collect(
     """
     device = next(model.parameters()).device
     began = time.monotonic()
+    groups = list(groups)
     total, targets, tokens, done = 0.0, 0, 0, 0
     with watch(model, detail="edges", edges=edges, tokenizer=tokenizer, singly=True) as seen:
         for batch, against in groups:
@@ -204,6 +211,24 @@ def collect(
             "seconds": round(time.monotonic() - began, 2),
             **(record or {}),
         },
+        _mapped(model, groups[0], heads, asked, device),
+    )
+
+
+def _mapped(
+    model: nn.Module, group: tuple[Batch, Tensor | None], heads: pd.DataFrame, asked: Objective, device: torch.device
+) -> Maps:
+    """Maps of the first window: every head pooled, the strongest ones finer."""
+    batch, against = group
+    length = int(batch.mask[0].sum())
+    ids, targets = batch.ids[:1, :length].to(device), batch.targets[:1, :length].to(device)
+    rivals = None if against is None else against[:1, :length]
+    strongest = heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(FINE_HEADS)
+    return maps(
+        model,
+        lambda: asked.summed(model(input_ids=ids, use_cache=False).logits, targets, rivals),
+        batch.ids[0, :length].tolist(),
+        strongest,
     )
 
 

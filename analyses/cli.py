@@ -218,6 +218,9 @@ def _write(run: Run, out: Path, *, overwrite: bool, more: dict[str, Callable[[Pa
             note(place + 1, 5, title)
         for title, write in (more or {}).items():
             write(folder / title)
+        for title, frame in run.more.items():
+            write_frame(frame, folder / title)
+        run.maps.save(folder / "maps.safetensors")
         write_json(run.record, folder / "run.json")
         (folder / "report.html").write_text(html(run), encoding="utf-8")
         note(5, 5, "report")

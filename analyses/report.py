@@ -1,122 +1,91 @@
 """The one-file HTML report: opened offline, nothing fetched, every string escaped.
 
-The page shows a selection (the columns below, the strongest pairs); the files beside it hold everything.
+The first screen answers what the loss is doing to this model's heads; below lie the heads, each with its map over the text,
+its update directions and its strongest pairs. The page shows a selection; the files beside it hold everything.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
+from . import page
 from .analyze import Run
-from .export import jsonable
+from .sentences import resampled, sentences
 
-SHOWN_EDGES = 12
-
-# column → (unit, drawn on a scale that is symmetric around zero, what it says)
-SHOWN: dict[str, tuple[str, bool, str]] = {
-    "routing_pressure": ("loss", False, "√Σ (∂L/∂s)²: how hard the loss pulls on where the head looks"),
-    "content_relative": ("loss", False, "‖αᵀU‖ · rms‖v‖: how hard the loss pulls on what the head moves, gauge-free"),
-    "alignment": (
-        "",
-        True,
-        "correlation of attention with advantage: positive where it attends to what lowers the loss",
-    ),
-    "edge_over_uniform": ("loss", True, "how much better its routing is than even attention, to first order"),
-    "coherence": ("", False, "1: all users of a key push it the same way; 0: they cancel"),
-    "update_cosine": ("", True, "cosine of the value update with the value: growth or shrinking"),
-    "attention_entropy": ("nats", False, "entropy of attention, mean over queries"),
-    "effective_keys": ("keys", False, "exp of the entropy: how many keys a query looks at"),
-    "mean_distance": ("tokens", False, "how far back the head looks"),
-    "first_key_share": ("", False, "attention on the first token"),
-    "law_residual": ("", False, "do recomputed weights reproduce the kernel's own output"),
-}
+LIMIT = 5_000_000  # bytes, for 144 heads over 2,048 tokens
 
 
-def sentences(run: Run) -> list[str]:
-    """What was measured, whether it can be believed, and how the pictures may be read."""
-    record, heads = run.record, run.heads
-    ok = heads[heads["status"].astype(str) == "ok"]
-    worst = heads["law_residual"].max()
-    lines = [
-        f"Measured: {len(heads)} attention heads of {record.get('model')}, on {record.get('targets')} next-token targets "
-        f"in {record.get('windows')} windows of text; mean cross-entropy {record.get('loss', float('nan')):.3f} nats.",
-        f"Can it be believed: the weights recomputed here reproduce every head's own output along its gradient to "
-        f"{worst:.0e}; {len(ok)} of {len(heads)} heads are without remark.",
-    ]
-    lines.append(
-        "The map shows point estimates; the table gives pointwise 95 % intervals over windows, which say nothing about "
-        "which of many heads is the largest."
-    )
-    return lines
+def tokens_of(run: Run) -> list[str | None]:
+    """The tokens of the window that the maps show, as the tables spell them."""
+    table = run.tokens[["token_id", "token"]].dropna().drop_duplicates("token_id")
+    known = dict(zip(table["token_id"].astype(int), table["token"].astype(object), strict=True))
+    return [known.get(number) for number in run.maps.tokens]
 
 
-def _edges(run: Run) -> dict[str, dict[str, list[Any]]]:
-    found: dict[str, dict[str, list[Any]]] = {}
-    table = run.edges[run.edges["rank"] <= SHOWN_EDGES]
-    names = ["query_token", "key_token", "query_position", "key_position", "attention", "advantage", "score_gradient"]
-    for (name, direction), group in table.groupby(["label", "direction"], observed=True, sort=False):
-        rows = group[names].astype(object).values.tolist()
-        found.setdefault(str(name), {})[str(direction)] = [
-            [part if index < 4 else _short(part) for index, part in enumerate(row)] for row in rows
-        ]
-    return found
-
-
-def _short(value: Any) -> float | None:
-    """Six significant digits: more than the page shows, few enough to keep it small."""
-    return None if pd.isna(value) else float(f"{value:.6g}")
-
-
-def data_of(run: Run) -> dict[str, Any]:
-    """What the page's script draws."""
-    names = [name for name in SHOWN if name in run.heads]
-    heads = []
-    for row in run.heads.to_dict("records"):
-        head = {name: row[name] for name in ("label", "kind", "module", "status", "layer", "head")}
-        for name in names:
-            for column in (name, f"{name}_low", f"{name}_high"):
-                if column in row and (column == name or name in ("routing_pressure", "content_relative", "alignment")):
-                    head[column] = _short(row[column])
-        heads.append(head)
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in run.heads.itertuples():
-        entry = rows.setdefault(
-            (str(row.module), int(row.use)), {"name": str(row.label).rsplit("H", 1)[0], "labels": []}
+def left_out(run: Run) -> str:
+    """What the page does not show and the files do."""
+    said = []
+    if run.maps.pooled:
+        length = max(one.length[0] for one in run.maps.pooled.values())
+        fine = ", ".join(sorted(run.maps.fine)) or "none"
+        said.append(
+            f"Maps show the first of {run.record.get('windows')} windows ({length} tokens), pooled to at most 64 × 64 "
+            f"cells, at most 256 × 256 for {fine}; values have 8 bits."
         )
-        entry["labels"].append(str(row.label))
-    return {
-        "heads": heads,
-        "columns": [{"name": n, "unit": SHOWN[n][0], "signed": SHOWN[n][1], "meaning": SHOWN[n][2]} for n in names],
-        "rows": list(rows.values()),
-        "width": max((len(entry["labels"]) for entry in rows.values()), default=0),
-        "edges": _edges(run),
-        "shown": SHOWN_EDGES,
-    }
+    kept = int(run.edges["rank"].max()) if len(run.edges) else 0
+    said.append(f"{kept} pairs per head and direction were kept, {page.LISTED} are listed.")
+    return " ".join(said)
+
+
+def plotly() -> str:
+    """plotly's script, compressed, as text: the page inflates it."""
+    import plotly as library
+
+    script = Path(library.__file__).parent / "package_data" / "plotly.min.js"
+    return base64.b64encode(zlib.compress(script.read_bytes(), 9)).decode("ascii")
+
+
+def script_json(value: Any) -> Any:
+    """JSON that can stand inside a script element: nothing in it ends the element."""
+    from markupsafe import Markup
+
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    # only "<" could end the element; its escape means the same in JSON
+    return Markup(text.replace("<", "\\u003c"))
 
 
 def html(run: Run) -> str:
     """The page."""
     from jinja2 import Environment, FileSystemLoader
-    from markupsafe import Markup
 
     folder = Path(__file__).parent / "templates"
-    template = Environment(loader=FileSystemLoader(folder, encoding="utf-8"), autoescape=True).get_template(
-        "report.html.jinja"
-    )
-    # inside a script element only "<" could end it: its escape means the same in JSON
-    data = json.dumps(jsonable(data_of(run)), ensure_ascii=True, allow_nan=False).replace("<", "\\u003c")
+    environment = Environment(loader=FileSystemLoader(folder, encoding="utf-8"), autoescape=True)
+    template = environment.get_template("report.html.jinja")
     record = run.record
+    found = resampled(run.sequences)
+    resolved = None if found is None else found.singled_out("routing_pressure")[0]
+    data = page.data_of(run.heads, run.edges, run.maps, tokens_of(run), resolved, run.more)
     flat = {**{k: v for k, v in record.items() if k not in ("versions", "texts")}, **record.get("versions", {})}
     return template.render(
         title=record.get("model", "a model"),
         subtitle=f"{record.get('architecture')} · {record.get('attention_implementation')} · {record.get('dtype')}",
-        sentences=sentences(run),
-        columns=[{"name": name} for name in SHOWN if name in run.heads],
+        sentences=sentences(record, run.heads, run.edges, run.sequences, run.more.get("vocabulary")),
+        columns=[{"name": name} for name in page.SHOWN if name in run.heads],
         sequences=record.get("windows"),
+        left_out=left_out(run),
         provenance=[*flat.items(), ("texts", ", ".join(record.get("texts", [])))],
-        data=Markup(data),
+        data=script_json(data),
+        script=script(environment),
+        plotly=plotly() if data["manifold"] else "",
     )
+
+
+def script(environment: Any) -> Any:
+    """The page's own script, whole."""
+    from markupsafe import Markup
+
+    return Markup(environment.loader.get_source(environment, "report.js")[0])

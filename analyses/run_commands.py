@@ -77,7 +77,11 @@ def report(
     from .stored import open_run
 
     found = open_run(run)
-    page = html(Run(found.heads, found.tokens, found.edges, found.updates, found.sequences, found.record))
+    page = html(
+        Run(
+            found.heads, found.tokens, found.edges, found.updates, found.sequences, found.record, found.maps, found.more
+        )
+    )
     target = out if out is not None else run / "report.html"
     write_text(page, target)
     print(f"report: {target}")

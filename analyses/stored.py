@@ -11,9 +11,12 @@ import pandas as pd
 import pyarrow as pa
 
 from ..hooks.refusals import BadInput
+from .maps import Maps
 
 FORMAT = 2
 FRAMES = ("heads", "tokens", "edges", "updates", "sequences")
+# frames that a run has when its model allows them, or when it is a training run
+MORE = ("vocabulary", "manifold", "history", "truth")
 _NEEDED = {
     "heads": {"module", "use", "head", "label", "layer", "status", "routing_pressure", "law_residual"},
     "tokens": {"side", "sequence", "position", "token_id"},
@@ -34,6 +37,8 @@ class Stored:
     edges: pd.DataFrame
     updates: pd.DataFrame
     sequences: pd.DataFrame
+    maps: Maps
+    more: dict[str, pd.DataFrame]
 
 
 def open_run(folder: str | Path) -> Stored:
@@ -73,4 +78,5 @@ def open_run(folder: str | Path) -> Stored:
         if missing:
             raise BadInput(f"{str(file)!r} lacks the column {sorted(missing)[0]!r}; analyse again.")
         frames[name] = table
-    return Stored(path, record, **frames)
+    more = {name: pd.read_parquet(path / f"{name}.parquet") for name in MORE if (path / f"{name}.parquet").is_file()}
+    return Stored(path, record, **frames, maps=Maps.load(path / "maps.safetensors"), more=more)

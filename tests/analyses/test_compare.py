@@ -12,6 +12,7 @@ import pytest
 
 from advantage_probe.analyses import compare as compare_module
 from advantage_probe.analyses.compare import COMPARABLE, FEWEST, compare, halves
+from advantage_probe.analyses.maps import Maps
 from advantage_probe.analyses.stored import FORMAT, FRAMES, Stored, open_run
 from advantage_probe.hooks.refusals import BadInput
 from advantage_probe.probe.statistics import INDEX, SUMS, columns
@@ -49,7 +50,7 @@ def stored(sums: np.ndarray, **record) -> Stored:
         "head": np.tile(np.arange(HEADS), count),
         "label": np.tile([f"L0H{head}" for head in range(HEADS)], count),
     }
-    return Stored(Path("run"), {**RECORD, **record}, empty, empty, empty, empty, rows.assign(**keys))
+    return Stored(Path("run"), {**RECORD, **record}, empty, empty, empty, empty, rows.assign(**keys), Maps(), {})
 
 
 @pytest.mark.parametrize("sequences", [12, 40])

@@ -1,0 +1,206 @@
+"""Five sentences that answer what the loss is doing to a model's heads, each with the guard under which it may be said.
+
+What singles heads out is simultaneous over all heads: replicates are drawn over sequences, the same for every head, and
+the largest deviation of any head sets the limit for all. Where the guard fails, the sentence says so and how many sequences
+would about be needed.
+
+Shapes: N sequences, H heads, C sums, R replicates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from ..probe import bootstrap
+from ..probe.statistics import SUMS, columns
+
+FEWEST = 12  # sequences: with fewer, a bootstrap over them is too narrow to single anything out
+LEVEL = 0.95
+_KEYS = ["module", "use", "head", "label"]
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Resampled:
+    """Heads in order, and columns of the whole (H,) and of every replicate (R,H)."""
+
+    labels: list[str]
+    layers: list[str]
+    sequences: int
+    whole: dict[str, Array]
+    replicates: dict[str, Array]
+
+    def singled_out(self, column: str) -> tuple[list[str], int]:
+        """Heads whose column lies above the median head's, at once for all, strongest first; and about how many sequences
+        would single out the strongest.
+        """
+        values, drawn = self.whole[column], self.replicates[column]
+        above, moved = values - np.nanmedian(values), drawn - np.nanmedian(drawn, axis=1, keepdims=True)
+        spread = np.nanstd(moved, axis=0)
+        unit = np.where(spread > 0, spread, np.inf)
+        with np.errstate(invalid="ignore"):
+            limit = float(np.nanquantile(np.nanmax((moved - above) / unit, axis=1), LEVEL))
+        size = above / unit
+        order = np.argsort(-np.nan_to_num(values, nan=-np.inf))
+        found = [self.labels[head] for head in order if np.isfinite(size[head]) and size[head] > limit]
+        strongest = float(size[order[0]]) if len(order) else 0.0
+        needed = math.ceil(self.sequences * (limit / strongest) ** 2) if strongest > 0 else 0
+        return found if self.sequences >= FEWEST else [], max(needed, FEWEST)
+
+    def not_told_from_zero(self, column: str) -> int:
+        """Heads whose simultaneous interval holds 0."""
+        values, drawn = self.whole[column], self.replicates[column]
+        spread = np.nanstd(drawn, axis=0)
+        unit = np.where(spread > 0, spread, np.inf)
+        with np.errstate(invalid="ignore"):
+            limit = np.nanquantile(np.nanmax(np.abs(drawn - values) / unit, axis=1), LEVEL)
+        return int((np.abs(values) <= limit * spread).sum())
+
+
+def resampled(sequences: pd.DataFrame) -> Resampled | None:
+    """Replicates over the sequences of a run; None when it kept none."""
+    if sequences.empty:
+        return None
+    table = sequences.assign(module=sequences["module"].astype(str), sequence=sequences["sequence"].astype(str))
+    heads = table[[*_KEYS, "layer"]].drop_duplicates(_KEYS).reset_index(drop=True)
+    place = {
+        row: number for number, row in enumerate(heads[["module", "use", "head"]].itertuples(index=False, name=None))
+    }
+    names = sorted(table["sequence"].unique())
+    sums = np.zeros((len(names), len(heads), len(SUMS)))
+    line = table["sequence"].map({name: number for number, name in enumerate(names)}).to_numpy()
+    column = np.array([place[row] for row in table[["module", "use", "head"]].itertuples(index=False, name=None)])
+    sums[line, column] = table[list(SUMS)].to_numpy(dtype=np.float64)
+    weights = bootstrap.weights([int(name, 16) for name in names]).numpy()
+    drawn = np.tensordot(weights, sums, 1)
+    layers = ["?" if pd.isna(layer) else str(int(layer)) for layer in heads["layer"]]
+    return Resampled(heads["label"].astype(str).tolist(), layers, len(names), columns(sums.sum(0)), columns(drawn))
+
+
+def share_by_layer(found: Resampled) -> list[tuple[str, float, float, float]]:
+    """(layer, share, low, high): each layer's part of the score slope Σ D² of all heads, largest first."""
+    whole, drawn = -found.whole["score_slope"], -found.replicates["score_slope"]
+    rows = []
+    for layer in dict.fromkeys(found.layers):
+        there = np.array([other == layer for other in found.layers])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            shares = np.nansum(drawn[:, there], axis=1) / np.nansum(drawn, axis=1)
+            low, high = bootstrap.interval(shares[:, None])
+            rows.append((layer, float(np.nansum(whole[there]) / np.nansum(whole)), float(low[0]), float(high[0])))
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def measured(record: dict[str, Any], heads: pd.DataFrame) -> str:
+    unit = str(record.get("loss_unit", "nats per target")).split()[0]
+    kind = {"ce": "cross-entropy", "logit-diff": "logit difference"}.get(str(record.get("loss_kind", "ce")), "loss")
+    return (
+        f"Measured: {len(heads)} attention heads of {record.get('model')}, on {record.get('targets')} targets in "
+        f"{record.get('windows')} windows of text; mean {kind} {record.get('loss', float('nan')):.3f} {unit}."
+    )
+
+
+def believed(heads: pd.DataFrame) -> str:
+    status = heads["status"].astype(str)
+    worst, ok = heads["law_residual"].max(), int((status == "ok").sum())
+    blind, odd = int(status.str.startswith("no gradient").sum()), int(status.str.contains("non-finite").sum())
+    if not ok:
+        return "Can it be believed: no head is without remark; see the status column before reading anything else."
+    return (
+        f"Can it be believed: the recomputed weights reproduce every head's own output along its gradient to {worst:.0e}; "
+        f"{ok} of {len(heads)} heads are without remark, {blind} received no gradient, {odd} had numbers that are not "
+        "finite."
+    )
+
+
+def where(found: Resampled | None) -> str:
+    if found is None:
+        return (
+            "Where: this run kept no sequences apart, so no layer or head can be singled out; analyse the text again."
+        )
+    layer, share, low, high = share_by_layer(found)[0]
+    text = f"Where: layer {layer} holds {share:.0%} of the heads' score slope"
+    text += f" (95 % over sequences: {low:.0%} to {high:.0%})" if found.sequences >= FEWEST else ""
+    labels, needed = found.singled_out("routing_pressure")
+    if not labels:
+        return (
+            f"{text}; single heads are not distinguishable from the median head with {found.sequences} sequences; about "
+            f"{needed} would be needed."
+        )
+    named = ", ".join(labels[:5]) + (f" and {len(labels) - 5} more" if len(labels) > 5 else "")
+    return f"{text}; above the median head, all heads at once, lie {named}."
+
+
+def routing_or_content(found: Resampled | None) -> str:
+    if found is None:
+        return "Routing or content: not known, this run kept no sequences apart."
+    with np.errstate(invalid="ignore", divide="ignore"):
+        whole = float(np.nanmedian(found.whole["content_relative"] / found.whole["routing_pressure"]))
+        drawn = np.nanmedian(found.replicates["content_relative"] / found.replicates["routing_pressure"], axis=1)
+    if found.sequences < FEWEST or not math.isfinite(whole):
+        return (
+            f"Routing or content: not distinguishable with {found.sequences} sequences; about {FEWEST} would be needed "
+            "for an interval."
+        )
+    low, high = (float(end[0]) for end in bootstrap.interval(drawn[:, None]))
+    verdict = "content" if low > 1 else "routing" if high < 1 else "neither"
+    settled = found.not_told_from_zero("alignment")
+    pull = "the loss pulls neither harder" if verdict == "neither" else f"the loss pulls harder on {verdict}"
+    return (
+        f"Routing or content: in the median head {pull}: a relative change of its values would move the loss {whole:.2g} "
+        f"times as much as a unit change of its scores ({low:.2g} to {high:.2g}); on {settled} of {len(found.labels)} "
+        "heads the pull on attention is not told from one that is uncorrelated with where it goes."
+    )
+
+
+def writes(found: Resampled | None, edges: pd.DataFrame, vocabulary: pd.DataFrame | None) -> str:
+    """What the strongest head's values are pushed to write, and its strongest edge."""
+    if found is None or edges.empty:
+        return "What it writes: no edges were kept."
+    labels, _ = found.singled_out("routing_pressure")
+    strongest = labels[0] if labels else found.labels[int(np.nanargmax(found.whole["routing_pressure"]))]
+    name = strongest if labels else f"{strongest} (the largest here, not told from the others)"
+    rows = edges[(edges["label"].astype(str) == strongest) & (edges["rank"] == 1)]
+    text = f"What it writes: {name}"
+    if vocabulary is not None and len(vocabulary):
+        own = vocabulary[vocabulary["label"].astype(str) == strongest]
+        for direction, verb in (("promoted", "to promote"), ("suppressed", "to suppress")):
+            tokens = own[own["direction"].astype(str) == direction].sort_values("rank")["token"].head(3)
+            quoted = ", ".join(_quoted(token) for token in tokens)
+            text += f"{' and' if direction == 'suppressed' else ' is pushed'} {verb} {quoted or 'nothing'}"
+    if rows.empty:
+        return f"{text}."
+    edge = rows.loc[rows["score_gradient"].abs().idxmax()]
+    wants = "more" if edge["score_gradient"] < 0 else "less"
+    joint = ";" if vocabulary is not None and len(vocabulary) else ":"
+    return (
+        f"{text}{joint} most of all the loss wants {wants} attention from {_quoted(edge['query_token'])} (position "
+        f"{edge['query_position']}) to {_quoted(edge['key_token'])} (position {edge['key_position']})."
+    )
+
+
+def _quoted(token: Any) -> str:
+    return "a token without text" if token is None or token is pd.NA or pd.isna(token) else f"“{token}”"
+
+
+def sentences(
+    record: dict[str, Any],
+    heads: pd.DataFrame,
+    edges: pd.DataFrame,
+    sequences: pd.DataFrame,
+    vocabulary: pd.DataFrame | None = None,
+) -> list[str]:
+    """The five, in the order of the first screen."""
+    found = resampled(sequences)
+    return [
+        measured(record, heads),
+        believed(heads),
+        where(found),
+        routing_or_content(found),
+        writes(found, edges, vocabulary),
+    ]
