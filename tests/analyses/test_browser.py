@@ -1,0 +1,275 @@
+"""The page in a real browser: no error, no request, and controls that do what they should."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from advantage_probe.analyses.analyze import Run
+from advantage_probe.analyses.maps import FINE, POOLED, HeadMap, Maps
+from advantage_probe.analyses.page import SHOWN
+from advantage_probe.analyses.report import LIMIT, html
+from advantage_probe.probe.statistics import SUMS
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium")
+EVIL = [
+    "</script><script>window.broken = 1</script>",
+    "<img src=x onerror=window.broken=1>",
+    "$x$",
+    "\u202eab",
+    "😀",
+    "a\nb",
+]
+
+
+def made(layers: int, width: int, length: int, *, edges: int, windows: int = 16, everything: bool = True) -> Run:
+    """A run of random numbers, with every part that a page can show."""
+    generator = np.random.default_rng(0)
+    labels = [f"L{layer}H{head}" for layer in range(layers) for head in range(width)]
+    layer, head = np.repeat(np.arange(layers), width), np.tile(np.arange(width), layers)
+    count = len(labels)
+    base = {
+        "module": [f"<b>m{number}</b>" for number in layer],
+        "use": 0,
+        "head": head,
+        "label": labels,
+        "layer": layer,
+    }
+    heads = pd.DataFrame({**base, "kind": "decoder_self", "status": "ok"})
+    for place, name in enumerate(SHOWN):
+        heads[name] = generator.lognormal(size=count) * (-1 if SHOWN[name][1] else 1) ** (place + np.arange(count))
+        heads[f"{name}_low"], heads[f"{name}_high"] = heads[name] - 0.1, heads[name] + 0.1
+    heads.loc[1, "alignment"], heads.loc[2, "status"] = np.nan, "non-finite (1 step)"
+    tokens = pd.DataFrame({"token_id": range(len(EVIL)), "token": pd.Series(EVIL, dtype=object)})
+    size = 2 * edges * count
+    query = generator.integers(1, length, size)
+    pairs = pd.DataFrame(
+        {
+            "label": np.repeat(labels, 2 * edges),
+            "direction": np.tile(np.repeat(["routed", "anti_routed"], edges), count),
+            "rank": np.tile(np.arange(1, edges + 1), 2 * count),
+            "sequence": 0,
+            "query_position": query,
+            "key_position": (query * generator.random(size)).astype(int),
+            "query_token": np.array(EVIL, dtype=object)[generator.integers(0, len(EVIL), size)],
+            "key_token": np.array(EVIL, dtype=object)[generator.integers(0, len(EVIL), size)],
+            "attention": generator.random(size) ** 3,
+            "advantage": generator.normal(size=size),
+            "compatibility": 0.0,
+            "score_gradient": generator.normal(size=size),
+        }
+    )
+    sums = generator.lognormal(size=(windows, count, len(SUMS)))
+    sums[:, :, list(SUMS).index("hidden_queries")] = 0
+    sequences = pd.DataFrame(sums.reshape(-1, len(SUMS)), columns=list(SUMS))
+    for name, values in base.items():
+        sequences[name] = np.tile(values, windows) if not isinstance(values, int) else values
+    sequences["sequence"] = np.repeat([f"{number:016x}" for number in range(windows)], count)
+
+    def one(cells: int) -> HeadMap:
+        side = min(cells, length)
+        attention = np.tril(generator.dirichlet(np.full(side, 0.05), side)).astype(np.float32)
+        return HeadMap(attention, attention * generator.normal(size=(side, side)).astype(np.float32), (length, length))
+
+    maps = Maps({name: one(POOLED) for name in labels}, {name: one(FINE) for name in labels[:4]}, tuple(range(length)))
+    more = {}
+    if everything:
+        points = generator.normal(size=(500, 3))
+        more["manifold"] = pd.DataFrame(points, columns=["axis_1", "axis_2", "axis_3"]).assign(
+            label=labels[0], entropy=generator.random(500), token=pd.Series(EVIL * 84, dtype=object)[:500]
+        )
+        more["vocabulary"] = pd.DataFrame(
+            {
+                "label": np.repeat(labels, 4),
+                "direction": np.tile(["promoted", "promoted", "suppressed", "suppressed"], count),
+                "rank": np.tile([1, 2, 1, 2], count),
+                "token": np.array(EVIL, dtype=object)[generator.integers(0, len(EVIL), 4 * count)],
+                "strength": 0.5,
+            }
+        )
+        falling = heads.assign(backward=0)
+        more["history"] = pd.concat(
+            [falling.assign(step=step, routing_pressure=heads["routing_pressure"] / (1 + step)) for step in range(9)]
+        )
+    record = {"model": "<i>model</i>", "windows": windows, "targets": 99, "loss": float("nan"), "texts": ["<u>"]}
+    return Run(heads, tokens, pairs, pd.DataFrame(), sequences, record, maps, more)
+
+
+def test_the_page_of_144_heads_and_2048_tokens_stays_under_five_megabytes() -> None:
+    page = html(made(12, 12, 2_048, edges=1_000))
+    size = len(page.encode("utf-8"))
+    assert size <= LIMIT == 5_000_000, size
+    assert "pooled to at most 64 × 64 cells" in page
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(html(made(4, 4, 80, edges=20)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(browser, file):
+    """The page, opened; what it logged and what it asked for is checked at the end."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    opened = context.new_page()
+    trouble: list[str] = []
+    opened.on("console", lambda message: trouble.append(message.text) if message.type == "error" else None)
+    opened.on("pageerror", lambda error: trouble.append(str(error)))
+    opened.on("request", lambda request: trouble.append(request.url) if request.url.startswith("http") else None)
+    opened.goto(file.as_uri())
+    opened.wait_for_function("window.Plotly && document.querySelector('#cloud .plotly, #cloud canvas, #cloud svg')")
+    yield opened
+    assert not trouble
+    assert opened.evaluate("window.broken") is None
+    context.close()
+
+
+def labels(page) -> list[str]:
+    return page.locator("#heads tbody tr td:first-child").all_inner_texts()
+
+
+@needs_browser
+def test_sorting_by_a_column_and_by_name_orders_the_table(page) -> None:
+    page.locator("#heads thead button", has_text="coherence").click()
+    column = page.locator("#heads thead th").all_inner_texts()
+    place = next(number for number, name in enumerate(column) if name.startswith("coherence"))
+    shown = [float(text) for text in page.locator(f"#heads tbody td:nth-child({place + 1})").all_inner_texts()]
+    assert shown == sorted(shown, reverse=True)
+    page.locator("#heads thead button", has_text="coherence").press("Enter")
+    again = [float(text) for text in page.locator(f"#heads tbody td:nth-child({place + 1})").all_inner_texts()]
+    assert again == sorted(shown)
+    assert page.locator("#heads thead th[aria-sort=ascending]").count() == 1
+    page.locator("#heads thead button", has_text="label").click()
+    assert labels(page)[:2] == ["L3H3", "L3H2"]
+
+
+@needs_browser
+def test_the_filter_keeps_what_it_names_and_says_how_many(page) -> None:
+    page.fill("#filter", "l2h")
+    assert sorted(labels(page)) == ["L2H0", "L2H1", "L2H2", "L2H3"]
+    assert page.inner_text("#count") == "4 of 16 heads"
+    page.fill("#filter", "non-finite")
+    assert labels(page) == ["L0H2"]
+    page.fill("#filter", "<script>")
+    assert labels(page) == []
+
+
+@needs_browser
+def test_a_click_on_a_cell_or_a_row_and_the_keyboard_choose_a_head(page) -> None:
+    page.locator("#map button[data-label=L1H2]").click()
+    assert page.inner_text("#head-title") == "Head L1H2"
+    assert page.locator("#heads tr.chosen td").first.inner_text() == "L1H2"
+    assert page.locator("#routed tbody tr").count() == 12
+    page.locator("#heads tr[data-label=L3H0]").click()
+    assert page.inner_text("#head-title") == "Head L3H0"
+    page.locator("#map button[data-label=L3H0]").press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#head-title") == "Head L3H1"
+    assert page.locator("#map td.chosen button").get_attribute("data-label") == "L3H1"
+
+
+@needs_browser
+def test_pointing_at_the_map_tells_the_tokens_and_the_numbers(page) -> None:
+    page.locator("#map button[data-label=L0H0]").click()
+    page.wait_for_function("cells && cells.label === 'L0H0'")
+    canvas = page.locator("#canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    side = page.evaluate("cells.rows")
+    page.mouse.move(box["x"] + box["width"] * 2.5 / side, box["y"] + box["height"] * 4.5 / side)
+    text = page.inner_text("#hover")
+    assert text.startswith("query 4 😀 → key 2 $x$: α ")
+    expected = page.evaluate("cells.attention[4 * cells.columns + 2]")
+    assert f"α {expected:.3g}"[:6] in text
+    canvas.focus()
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#hover").startswith("query 5 ")
+
+
+@needs_browser
+@pytest.mark.parametrize("kind", ["attention", "advantage", "gradient"])
+def test_the_maps_pixels_are_the_numbers(page, kind: str) -> None:
+    page.select_option("#kind", kind)
+    page.locator("#map button[data-label=L2H1]").click()
+    page.wait_for_function("cells && cells.label === 'L2H1'")
+    run = made(4, 4, 80, edges=20)
+    one = run.maps.pooled["L2H1"]
+    attention = np.array(page.evaluate("Array.from(cells.attention)")).reshape(64, 64)
+    score = np.array(page.evaluate("Array.from(cells.score)")).reshape(64, 64)
+    # eight bits of a square root: at most half a step, 2·√(x·top)/510 and a little
+    for found, true, steps in ((attention, one.attention, 255), (score, one.score_gradient, 127)):
+        top = np.abs(true).max()
+        limit = 1.01 * (np.sqrt(np.abs(true) / top) / steps + 1 / (4 * steps**2)) * top + 1e-7 * top
+        assert (np.abs(found - true) <= limit).all()
+    pixels = page.evaluate("Array.from(byId('canvas').getContext('2d').getImageData(0, 0, 64, 64).data)")
+    pixels = np.array(pixels).reshape(64, 64, 4)
+    assert len(np.unique(pixels[..., :3].reshape(-1, 3), axis=0)) > 20  # no blank picture
+    assert (pixels[np.triu_indices(64, 1)][:, 3] == 0).all()  # hidden keys are empty
+
+
+@needs_browser
+def test_the_manifold_turns_hovers_and_zooms(page) -> None:
+    cloud = page.locator("#cloud")
+    cloud.scroll_into_view_if_needed()
+    assert page.evaluate("document.getElementById('cloud').data[0].x.length") == 500
+    texts = page.evaluate("document.getElementById('cloud').data[0].text")
+    assert any("&lt;/script>" in text for text in texts)
+    before = page.evaluate("JSON.stringify(document.getElementById('cloud')._fullLayout.scene.camera)")
+    page.evaluate("Plotly.relayout('cloud', {'scene.camera.eye': {x: 2, y: 0.1, z: 0.1}})")
+    assert page.evaluate("JSON.stringify(document.getElementById('cloud')._fullLayout.scene.camera)") != before
+
+
+@needs_browser
+def test_training_is_drawn_for_the_chosen_head_and_column(page) -> None:
+    assert page.locator("#course svg polyline").count() == 1
+    page.select_option("#column", "coherence")
+    assert "coherence of" in page.inner_text("#course-note")
+    points = page.locator("#course svg polyline").get_attribute("points")
+    assert len(points.split(" ")) == 9
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_blank_and_nothing_sticks_out_in_any_theme_or_width(browser, file, scheme: str, width: int) -> None:
+    import io
+
+    from PIL import Image
+
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    page.wait_for_function("cells !== null")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for part in (".lead", "#map", "#canvas", "#routed", "#heads"):
+        picture = Image.open(io.BytesIO(page.locator(part).screenshot())).convert("L")
+        pixels = np.asarray(picture)
+        assert pixels.std() > 5, part
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(int(part) for part in ground[4:-1].split(",")) > 380) == (scheme == "light")
+    context.close()
+
+
+@needs_browser
+def test_it_prints_without_its_controls(page) -> None:
+    page.emulate_media(media="print")
+    assert not page.locator("#filter").is_visible()
+    assert page.locator("#heads").is_visible()
