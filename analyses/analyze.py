@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..hooks.refusals import BadInput, NoGradientReached
+from ..probe import shown
 from ..probe.watch import Watch, watch
 from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
 from .maps import Maps, maps
@@ -44,6 +45,12 @@ class Run:
     record: dict[str, Any] = field(default_factory=dict)
     maps: Maps = field(default_factory=Maps)
     more: dict[str, pd.DataFrame] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: what was measured, and the strongest heads."""
+        names = ("targets", "windows", "loss", "loss_unit", "dtype", "attention_implementation")
+        facts = {name: self.record[name] for name in names if name in self.record}
+        return shown.block(f"Run on {self.record.get('model')}", facts, shown.strongest(self.heads))
 
     @property
     def frames(self) -> dict[str, pd.DataFrame]:

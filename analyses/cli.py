@@ -210,7 +210,8 @@ def _analyze_tunnel(
 
 def _write(run: Run, out: Path, *, overwrite: bool, more: dict[str, Callable[[Path], None]] | None = None) -> None:
     from .export import new_folder, write_frame, write_json
-    from .report import html
+    from .latex import heads_table
+    from .report import html, named_heads
 
     with new_folder(out, overwrite=overwrite) as folder, _progress("writing", 5) as note:
         for place, (title, frame) in enumerate(run.frames.items()):
@@ -222,6 +223,9 @@ def _write(run: Run, out: Path, *, overwrite: bool, more: dict[str, Callable[[Pa
             write_frame(frame, folder / title)
         run.maps.save(folder / "maps.safetensors")
         write_json(run.record, folder / "run.json")
+        labels, why = named_heads(run)
+        caption = f"{why} of {run.record.get('model')}; brackets: pointwise 95 % bootstrap intervals over windows."
+        (folder / "heads.tex").write_text(heads_table(run.heads, labels, caption), encoding="utf-8")
         (folder / "report.html").write_text(html(run), encoding="utf-8")
         note(5, 5, "report")
 

@@ -26,6 +26,16 @@ def tokens_of(run: Run) -> list[str | None]:
     return [known.get(number) for number in run.maps.tokens]
 
 
+def named_heads(run: Run) -> tuple[list[str], str]:
+    """The heads that the page names, at most twelve, and what they are."""
+    found = resampled(run.sequences)
+    labels = [] if found is None else found.singled_out("routing_pressure")[0]
+    if labels:
+        return labels[:12], "Heads above the median routing pressure, all heads at once (95 %),"
+    strongest = run.heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(3).tolist()
+    return strongest, "The heads of largest routing pressure, which are not told apart from the others,"
+
+
 def left_out(run: Run) -> str:
     """What the page does not show and the files do."""
     said = []

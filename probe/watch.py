@@ -19,7 +19,7 @@ from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.refusals import BadRequest, ClosedWatch, NoAttentionSeen, NoGradientReached
 from ..hooks.site import Site
-from . import frames
+from . import frames, shown
 from .history import History
 from .readings import Readings
 from .state import State
@@ -280,6 +280,23 @@ class Watch(Readings):
         while self._farewells:
             self._farewells.pop()()
         self.flush()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how far the watch is, and its strongest heads."""
+        facts = {
+            "open": not self.closed,
+            "closed steps": self._steps.count,
+            "every": self.every,
+            "detail": self.detail,
+            "loss weight": self.loss_weight,
+        }
+        if self._error is not None:
+            return shown.block(f"Watch of {self.model_name}", {**facts, "error": self._error})
+        state = self.state()
+        heads = frames.heads(state) if state.entries else None
+        return shown.block(
+            f"Watch of {self.model_name}", facts, None if heads is None else shown.strongest(self._select(heads))
+        )
 
     def __enter__(self) -> Watch:
         self._still_open()

@@ -76,7 +76,12 @@ def test_analyze_writes_tables_a_record_and_a_report(folder: Path, text: Path, t
         for table in ("heads", "tokens", "edges", "updates", "sequences")
         for kind in ("parquet", "csv")
     }
-    assert {path.name for path in out.iterdir()} == names | {"run.json", "report.html"}
+    assert {path.name for path in out.iterdir()} == names | {
+        "run.json",
+        "report.html",
+        "heads.tex",
+        "maps.safetensors",
+    }
     heads = pd.read_parquet(out / "heads.parquet")
     assert len(heads) == 8
     assert (heads["status"] == "ok").all()
