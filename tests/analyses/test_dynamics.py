@@ -124,6 +124,8 @@ def test_a_killed_run_goes_on_to_the_same_end(folder: Path, tmp_path: Path) -> N
         course.train(tiny(), tmp_path / "run", tick)
     with pytest.raises(BadInput, match="no finished run"):
         course.load(tmp_path / "run")
+    with pytest.raises(BadInput, match="another run that was not finished"):
+        course.train(tiny(seed=7), tmp_path / "run")
     course.train(tiny(), tmp_path / "run")
     end, expected = (course.state(path, STEPS)["model"] for path in (tmp_path / "run", folder / "seed-0"))
     assert all(torch.equal(end[name], expected[name]) for name in end)
