@@ -112,7 +112,8 @@ class Runner:
         self.model.train()
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return parts | {"step": self.step, "course": repr(self.course)}
 
     def advance(self, frozen: Frozen | None = None) -> float:
         """One optimizer step; returns the training loss before it, nats."""
@@ -146,7 +147,10 @@ def train(course: Course, folder: Path, tick: Tick = lambda: None) -> None:
     runner = Runner(course)
     for step in reversed(course.kept):
         if (folder / _name(step)).is_file():
-            runner = Runner(course, state(folder, step))
+            saved = state(folder, step)
+            if saved["course"] != repr(course):
+                raise BadInput(f"{str(folder)!r} holds another run that was not finished; choose another folder.")
+            runner = Runner(course, saved)
             break
     kept = set(course.kept)
     while True:

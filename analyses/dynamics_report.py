@@ -1,7 +1,9 @@
 """What several runs say together: the JSON object, the tables, the wording, the figure.
 
-The seed is the unit: every number is one per run, and differences are paired over runs. "Frame first" is written of a step
-only if freezing routing there costs less than freezing content in at least four of five runs, and never of fewer than five.
+The seed is the unit: every number is one per run, and differences are paired over runs. "Frame first" is written only if
+freezing routing costs less than freezing content, in at least four of five runs and never of fewer than five, at every step
+that was tried. Where it holds at some steps only, both sides are told, with how far the maps then were from the last ones:
+routing that has not begun to move costs little to freeze, and that is no frame.
 """
 
 from __future__ import annotations
@@ -54,6 +56,11 @@ def causal(runs: Sequence[Examined]) -> list[dict[str, Any]]:
                 "high": difference.high,
                 "routing_cheaper": cheaper,
                 "runs": len(costs["routing"]),
+                "frame_left": [
+                    float(run.checkpoints.set_index("step")["frame_whole"].get(run.course.forks[place], math.nan))
+                    for run in runs
+                    if "step" in run.checkpoints
+                ],
                 "frame_first": len(costs["routing"]) >= FEWEST and cheaper >= MOST * len(costs["routing"]),
             }
         )
@@ -70,10 +77,23 @@ def wording(forks: Sequence[dict[str, Any]]) -> str:
     if runs < FEWEST:
         return f"Which of the two comes first cannot be told from {runs} run{'s' * (runs > 1)}: {told}."
     first = [fork for fork in forks if fork["frame_first"]]
+    if len(first) == len(forks):
+        return f"Frame first: {told}."
     if not first:
         return f"The frame does not come first: {told}, and the rule asks for {MOST:.0%} of the runs."
-    where = ", ".join(f"{fork['percent']:g} %" for fork in first)
-    return f"Frame first at {where} of the run, and only there: {told}."
+
+    def where(chosen: Sequence[dict[str, Any]]) -> str:
+        parts = []
+        for fork in chosen:
+            left = f", maps {sum(fork['frame_left']) / runs:.2f} of the way from the last" if fork["frame_left"] else ""
+            parts.append(f"{fork['percent']:g} % ({fork['routing_cheaper']} of {runs}{left})")
+        return ", ".join(parts)
+
+    others = [fork for fork in forks if not fork["frame_first"]]
+    return (
+        f"“Frame first” is not written of these runs: freezing routing cost less than freezing content at {where(first)}, "
+        f"but not at {where(others)}."
+    )
 
 
 def summary(runs: Sequence[Examined]) -> dict[str, Any]:
@@ -241,7 +261,7 @@ def figure(runs: Sequence[Examined]) -> Any:
     axes[0, 2].plot(steps, told["routing"], label="routing pressure")
     axes[0, 2].plot(steps, told["content"], label="content pressure, relative")
     axes[0, 2].plot(steps, told["ratio"], label="their ratio", linestyle="--")
-    axes[0, 2].set(xscale="log", yscale="log", xlabel="step", title="pressures on the fixed sequences (summed loss)")
+    axes[0, 2].set(xscale="log", yscale="log", xlabel="step", title="pressures on the fixed sequences")
     axes[0, 2].legend(fontsize=7)
     _draw_causal(axes[1, 0], causal(runs))
     _draw_following(axes[1, 1], following(runs))
@@ -251,7 +271,7 @@ def figure(runs: Sequence[Examined]) -> Any:
     for name in ("routing", "values", "output", "other"):
         axes[1, 2].bar([f"{one:g}" for one in sizes["percent"]], sizes[name], bottom=base, label=name)
         base = [one + other for one, other in zip(base, sizes[name], strict=True)]
-    axes[1, 2].set(xlabel="% of the run", title="first-order shares of the real step's loss change")
+    axes[1, 2].set(xlabel="% of the run", title="first-order shares of the step's loss change")
     axes[1, 2].legend(fontsize=7)
     seeds = f"{len(runs)} seeds" if len(runs) > 1 else "one seed, no interval"
     drawing.suptitle(
@@ -274,8 +294,9 @@ def _draw_following(axis: Any, table: pd.DataFrame) -> None:
         ("null", "-.", "null: other sequences' targets"),
     ):
         axis.plot(marks, part[name], color="black", linestyle=style, linewidth=1, label=says)
-    axis.set(xlabel="% of the run", title="correlation of Δα with the law's Δα*, the step's own batch")
-    axis.legend(fontsize=7)
+    axis.set(xlabel="% of the run")
+    axis.set_title("correlation of Δα with the law's Δα*, own batch", fontsize=10)
+    axis.legend(fontsize=6)
 
 
 def _draw_causal(axis: Any, forks: Sequence[dict[str, Any]]) -> None:
@@ -287,6 +308,7 @@ def _draw_causal(axis: Any, forks: Sequence[dict[str, Any]]) -> None:
     if forks:
         axis.set_xticks(range(len(forks)), [f"{fork['percent']:g}" for fork in forks])
         axis.set_yscale("symlog", linthresh=0.01)
+        axis.set_ymargin(0.2)
         axis.legend(fontsize=7)
     else:
         axis.text(0.5, 0.5, "no continuations were run", ha="center", transform=axis.transAxes)
