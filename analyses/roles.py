@@ -1,7 +1,7 @@
 """Which numbers of a model route (W_Q, W_K), which carry content (W_V, W_O), and where a layer's values come out.
 
 Freezing, decomposing a step and replacing values all need to know; they ask here and nowhere else. Families are told apart
-by the names of their projections, fused ones (GPT-2's `c_attn`, torch's `in_proj_weight`) by slices.
+by the names of their projections, GPT-2's fused `c_attn` by slices.
 
 Shapes: B batch, T positions, K key/value heads, V value width.
 """
