@@ -111,6 +111,10 @@ def evaluate(
         typer.echo(f"{result.name}: {title} ({sequences} sequences)")
         typer.echo(with_half_widths(figures).to_string())
         typer.echo("")
+    if result.controls is not None:
+        typer.echo(f"{result.name}: networks without attention, trained alike (recorded; bits)")
+        typer.echo(result.controls.to_string(float_format=lambda value: f"{value:.5g}"))
+        typer.echo("")
     if positions:
         typer.echo(result.positions.to_string(float_format=lambda value: f"{value:.5f}"))
     for check in result.checks:

@@ -21,6 +21,7 @@ from .checkpoints import load_card, load_weights
 from .errors import UnknownTunnel, UnusableCheckpoint
 from .models import Shape, build
 from .protocol import Tunnel
+from .recorded import recorded_controls
 from .registry import tunnel
 
 MODELS = Path(__file__).parent / "models"
@@ -42,13 +43,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`tables` by title, rivals first; `positions` of the model; `checks`, empty for a model held to nothing."""
+    """`tables` by title, rivals first; `positions` of the model; `checks`, empty for a model held to nothing; `controls`,
+    the recorded figures of networks without attention, where there are any.
+    """
 
     name: str
     tables: dict[str, pd.DataFrame]
     positions: pd.DataFrame
     checks: list[Check] = field(default_factory=list)
     probe: BeliefProbe | None = None
+    controls: pd.DataFrame | None = None
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -91,13 +95,13 @@ def evaluate(name_or_folder: str, sequences: int = 2_000, seed: int = 0) -> Eval
     rows = model_rows(model, episodes.tokens, task.outcomes)
     tables = {"all supervised positions": table(task, {"model": rows}, episodes)}
     found = errors(rows[0], truth, rows[1])
-    own = _OWN_CHECKS.get(name)
+    own = _OWN_CHECKS.get(name) if folder_of(name_or_folder).parent == MODELS else None  # one's own run owes nothing
     checks: list[Check] = []
     probe = None
     if own is not None:
         context = _Context(task, model, card, episodes.tokens, truth, rows, found, tables, sequences, seed)
         checks, probe = own(context)
-    return Evaluation(name, tables, by_position(found), checks, probe)
+    return Evaluation(name, tables, by_position(found), checks, probe, recorded_controls(folder_of(name_or_folder)))
 
 
 @dataclass(frozen=True)
