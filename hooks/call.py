@@ -20,9 +20,14 @@ from .visibility import Visibility
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients a receiver wants beside u = ∂L/∂(head output): those of query, key and value."""
+    """What a receiver wants of a call.
+
+    `inputs`: beside u = ∂L/∂(head output) the gradients of query, key and value. `editor`: to see the call in the forward
+    pass and put other values or outputs in their place, instead of any gradient.
+    """
 
     inputs: bool = False
+    editor: Editor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,16 @@ class AttentionCall:
     def group(self) -> int:
         """Query heads per key/value head, H / K; query head h reads key/value head h // group."""
         return self.query.shape[1] // self.key.shape[1]
+
+
+class Editor(Protocol):
+    """Sees calls while the model runs, with or without gradients. What it raises reaches whoever runs the model."""
+
+    def value(self, call: CallSite, value: Tensor) -> Tensor:
+        """The value (B,K,S,V) to use; the same tensor leaves the call as it is."""
+
+    def output(self, call: AttentionCall) -> Tensor:
+        """The head output (B,H,Q,V) to use; `call.upstream` holds zeros, for nothing has come back yet."""
 
 
 class Receiver(Protocol):
