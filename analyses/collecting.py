@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -232,18 +232,23 @@ def collect(
         if not seen:
             raise NoAttentionSeen(f"{type(model).__name__} made no attention call that the probe can read.")
         grouped = where in ("value", "key")
-        vectors = {_layer(key): np.concatenate(parts) for key, parts in sorted(seen.items())}
+        vectors = {_layer(key): np.concatenate(parts) for key, parts in _in_order(seen)}
         shared = {_layer(key): grouped and _is_shared(model, key, rows) for key, rows in seen.items()}
         names = {
             _layer(key): tuple(
                 label(key, head).replace("H", "KV") if shared[_layer(key)] else label(key, head)
                 for head in range(vectors[_layer(key)].shape[2])
             )
-            for key in sorted(seen)
+            for key, _ in _in_order(seen)
         }
-    attended = {_layer(key): np.concatenate(parts) for key, parts in sorted(reader.entropies.items())}
-    visible = {_layer(key): float(np.mean(parts)) for key, parts in sorted(reader.visible.items())}
+    attended = {_layer(key): np.concatenate(parts) for key, parts in _in_order(reader.entropies)}
+    visible = {_layer(key): float(np.mean(parts)) for key, parts in _in_order(reader.visible)}
     return Collected(vectors, names, attended, np.concatenate(entropies), visible)
+
+
+def _in_order(found: dict[Key, Any]) -> list[tuple[Key, Any]]:
+    """By stack and layer number: names would put layer 10 before layer 2."""
+    return sorted(found.items(), key=lambda item: (item[0].site.stack, item[0].site.layer, item[0]))
 
 
 def _layer(key: Key) -> str:

@@ -202,6 +202,7 @@ def shape(
     known: dict[bytes, tuple[float, float, float]] = {}
     for place, name in enumerate(SHARES):
         generator.bit_generator.state = state  # the same halves for all three
+
         def again(chosen: Groups, place: int = place) -> float:
             name = chosen.tobytes()
             if name not in known:
@@ -307,7 +308,7 @@ def read_out(rows: Rows, *, seed: int = 0, draws: int = DRAWS, correlation_form:
     lines: list[dict[str, Any]] = []
 
     def add(name: str, found: Figure | None, note: str = "") -> None:
-        lines.append(_line(name, found, note))
+        lines.append(line(name, found, note))
 
     for name, found in shape(rows, generator, draws, correlation_form).items():
         add(name, found)
@@ -339,7 +340,7 @@ def read_out(rows: Rows, *, seed: int = 0, draws: int = DRAWS, correlation_form:
     return table
 
 
-def _line(name: str, found: Figure | None, note: str) -> dict[str, Any]:
+def line(name: str, found: Figure | None, note: str) -> dict[str, Any]:
     if found is None:
         nothing = dict.fromkeys(("value", "low", "high", "null_mean", "null_edge", "p"), float("nan"))
         return {"figure": name, **nothing, "null": "", "note": note}

@@ -82,7 +82,9 @@ def expose(
 
     def run(_query: Tensor, _key: Tensor, used: Tensor) -> tuple[Tensor, Any]:
         if used is not value:
-            raise UnsupportedKernel("expose() shows a call whose values have been used; change the head output instead.")
+            raise UnsupportedKernel(
+                "expose() shows a call whose values have been used; change the head output instead."
+            )
         return output.transpose(1, 2), weights
 
     seen, _ = observe(observers, query, key, value, run, read)

@@ -131,9 +131,7 @@ class Observation:
         context = output.transpose(1, 2)
         nothing = output.new_zeros(()).expand(context.shape)
         weights = second if reading.weights else None
-        return AttentionCall(
-            call, 0, self.query, self.key, value, context, nothing, visibility, reading.sinks, weights
-        )
+        return AttentionCall(call, 0, self.query, self.key, value, context, nothing, visibility, reading.sinks, weights)
 
     def _tapped(self, reading: Reading, value: Tensor, output: Tensor, second: Any) -> Tensor:
         named = {"query": self.query, "key": self.key, "value": value, "mask": reading.mask, "bias": reading.bias}

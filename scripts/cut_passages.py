@@ -64,9 +64,7 @@ def main() -> None:
     target = Path(__file__).resolve().parent.parent / "analyses" / "texts"
     for genre in GENRES:
         files = sorted(path for path in (raw / genre).iterdir() if path.is_file())
-        found = [
-            part for path in files for part in passages(path.read_text(encoding="utf-8", errors="replace"), genre)
-        ]
+        found = [part for path in files for part in passages(path.read_text(encoding="utf-8", errors="replace"), genre)]
         if len(found) < COUNT:
             raise SystemExit(f"{genre}: {len(found)} passages are too few, {COUNT} are wanted")
         chosen = [found[index * len(found) // COUNT] for index in range(COUNT)]
