@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .geometry_commands import register as register_geometry
 from .wind_tunnels.commands import app as tunnel_app
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 
 app.add_typer(tunnel_app, name="tunnel")
+register_geometry(app)
 
 Model = Annotated[str | None, typer.Argument(help="A local folder or a hub name; leave out with --example.")]
 Text = Annotated[

@@ -12,10 +12,9 @@ Shapes: n prompts.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,198 +22,23 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..hooks.refusals import BadInput
 from .collecting import Collected, collect
-from .corpus import Batch, start_token
+from .evidence import (
+    SHOTS,
+    beta_bernoulli,
+    binary_entropy,
+    expected_entropy,
+    perfect_against_latent,
+    posterior,
+    predictive,
+)
 from .manifold import pca
 from .nulls import DRAWS, bound, exchanged, half_samples
 from .readout import inside
+from .trials import CONTROLS, PER, Trials, batches, label_pairs, trials
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Control = Literal["main", "remapped", "shuffled", "ablated"]
-
-SHOTS = (0, 1, 2, 4, 8)
-LIKELIHOOD = 0.9
-PER = 50  # prompts per number of examples
-CONTROLS: tuple[Control, ...] = ("main", "remapped", "shuffled", "ablated")
-PAIRS = (("foo", "bar"), ("red", "blue"), ("cat", "dog"), ("yes", "no"), ("A", "B"), ("0", "1"))
-BLANK = "?"
-CARRIERS = (
-    "apple river stone window garden engine pillow basket candle mirror ladder bottle carpet hammer pencil ribbon saddle "
-    "tunnel violin wagon anchor bridge castle desert forest harbor island jacket kettle lantern meadow needle orchard "
-    "palace quarry rocket statue temple valley wallet"
-).split()
-
-
-# -- what a Bayesian would say ------------------------------------------------------------------------------------------
-
-
-def binary_entropy(p: Array | float) -> Array:
-    """−p log₂ p − (1−p) log₂(1−p), bits."""
-    p = np.asarray(p, dtype=np.float64)
-    q = 1 - p
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return -(np.where(p > 0, p * np.log2(p), 0.0) + np.where(q > 0, q * np.log2(q), 0.0))
-
-
-def posterior(first: Array | Ints, second: Array | Ints, likelihood: float = LIKELIHOOD) -> Array:
-    """Probability that the latent label is the first one after n₁ and n₂ labels: σ((n₁ − n₂) ln(ℓ/(1−ℓ)))."""
-    odds = (np.asarray(first, dtype=np.float64) - second) * math.log(likelihood / (1 - likelihood))
-    return np.asarray(1 / (1 + np.exp(-odds)))
-
-
-def predictive(first: Array | Ints, second: Array | Ints, likelihood: float = LIKELIHOOD) -> Array:
-    """Probability that the next *label* is the first one: ℓ p + (1−ℓ)(1−p)."""
-    p = posterior(first, second, likelihood)
-    return np.asarray(likelihood * p + (1 - likelihood) * (1 - p))
-
-
-def beta_bernoulli(first: Array | Ints, second: Array | Ints) -> Array:
-    """The same for a label frequency with a uniform prior: (n₁ + 1)/(n₁ + n₂ + 2)."""
-    return np.asarray((np.asarray(first, dtype=np.float64) + 1) / (np.asarray(first) + second + 2))
-
-
-def chances(shots: int, likelihood: float = LIKELIHOOD) -> Array:
-    """(k+1,) probability of n₁ = 0 … k, the latent label being either with probability ½."""
-    counts = np.arange(shots + 1)
-    ways = np.array([math.comb(shots, int(count)) for count in counts], dtype=np.float64)
-    one = likelihood**counts * (1 - likelihood) ** (shots - counts)
-    return np.asarray(ways * (one + one[::-1]) / 2)
-
-
-def expected_entropy(shots: int, of: Literal["label", "latent"] = "label", likelihood: float = LIKELIHOOD) -> float:
-    """Expected entropy, bits, of the label predictive or the latent posterior after `shots` examples."""
-    counts = np.arange(shots + 1)
-    p = (predictive if of == "label" else posterior)(counts, shots - counts, likelihood)
-    return float((chances(shots, likelihood) * binary_entropy(p)).sum())
-
-
-def perfect_against_latent(shots: Sequence[int] = SHOTS, likelihood: float = LIKELIHOOD) -> float:
-    """Entropy error, bits, of a perfect Bayesian's label predictive held against the latent posterior: its mean over k."""
-    errors = [
-        expected_entropy(count, "label", likelihood) - expected_entropy(count, "latent", likelihood) for count in shots
-    ]
-    return float(np.mean(errors))
-
-
-# -- prompts ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Trials:
-    """Prompts and what their labels say.
-
-    Attributes:
-        ids: token ids per prompt; labels: the ids of the two labels.
-        shots, first (n,): k and n₁ as drawn; last (n,): 0 or 1, the last label, −1 where k = 0.
-        informative: False where the prompt's labels carry nothing (shuffled, ablated), so that ½ is the answer.
-    """
-
-    ids: tuple[tuple[int, ...], ...]
-    labels: tuple[int, int]
-    words: tuple[str, str]
-    shots: Ints
-    first: Ints
-    last: Ints
-    informative: bool
-
-    @property
-    def second(self) -> Ints:
-        return self.shots - self.first
-
-    def truth(self) -> Array:
-        """The label predictive (n,), ½ where labels carry nothing."""
-        return predictive(self.first, self.second) if self.informative else np.full(len(self.shots), 0.5)
-
-
-def single_token(word: str, tokenizer: Any) -> int:
-    """The id of " word" as one token.
-
-    Raises:
-        BadInput: when the tokenizer splits it.
-    """
-    text = f" {word.strip()}"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1 or ids[0] == getattr(tokenizer, "unk_token_id", None):
-        raise BadInput(
-            f"The label {word!r} is {len(ids)} tokens of this tokenizer ({tokenizer.convert_ids_to_tokens(ids)}); labels "
-            "must be single tokens: choose others with --labels."
-        )
-    return int(ids[0])
-
-
-def label_pairs(tokenizer: Any, wanted: Sequence[str] | None = None) -> list[tuple[str, str]]:
-    """Two pairs of labels that are single tokens: the one to use and the one of the remapped control.
-
-    Raises:
-        BadInput: when a wanted label is no single token, the two are equal, or no pair of the list fits.
-    """
-    fitting = []
-    for pair in PAIRS:
-        try:
-            ids = [single_token(word, tokenizer) for word in pair]
-        except BadInput:
-            continue
-        if ids[0] != ids[1]:
-            fitting.append(pair)
-    if wanted is not None:
-        if len(wanted) != 2 or single_token(wanted[0], tokenizer) == single_token(wanted[1], tokenizer):
-            raise BadInput(f"Two different labels are needed, not {', '.join(wanted) or 'none'}.")
-        fitting = [(wanted[0], wanted[1]), *(pair for pair in fitting if not set(pair) & set(wanted))]
-    if len(fitting) < 2:
-        raise BadInput("This tokenizer has no two pairs of single-token labels; choose with --labels FIRST,SECOND.")
-    return fitting[:2]
-
-
-def trials(tokenizer: Any, words: tuple[str, str], control: Control = "main", per: int = PER, seed: int = 0) -> Trials:
-    """`per` prompts for each number of examples, "carrier: label, carrier: label. carrier:".
-
-    `control`: "shuffled" draws every label with probability ½, "ablated" puts "?" in place of every label; both leave ½ as
-    the right answer. The draws are the same for "main", "remapped" and "ablated".
-
-    Raises:
-        BadInput: for labels that are not single tokens, or fewer than two prompts.
-    """
-    if per < 2:
-        raise BadInput(f"At least 2 prompts for each number of examples are needed, not {per}.")
-    labels = (single_token(words[0], tokenizer), single_token(words[1], tokenizer))
-    generator = np.random.default_rng(seed)
-    start = start_token(tokenizer)
-    ids, shots, first, last = [], [], [], []
-    for count in SHOTS:
-        for _ in range(per):
-            latent = int(generator.integers(2))
-            wrong = generator.random(count) >= (0.5 if control == "shuffled" else LIKELIHOOD)
-            drawn = np.where(wrong, 1 - latent, latent)
-            carriers = [CARRIERS[place] for place in generator.permutation(len(CARRIERS))[: count + 1]]
-            shown = [BLANK if control == "ablated" else words[label] for label in drawn]
-            told = ", ".join(f"{carrier}: {label}" for carrier, label in zip(carriers, shown))
-            text = f"{told}{'. ' if told else ''}{carriers[-1]}:"
-            found = tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids.append((*(() if start is None else (start,)), *(int(number) for number in found)))
-            shots.append(count)
-            first.append(int((drawn == 0).sum()))
-            last.append(int(drawn[-1]) if count else -1)
-    informative = control in ("main", "remapped")
-    order = np.argsort([len(row) for row in ids], kind="stable")  # equally long ones lie together
-    arrays = (np.array(part)[order] for part in (shots, first, last))
-    return Trials(tuple(ids[place] for place in order), labels, words, *arrays, informative)
-
-
-def batches(drawn: Trials, size: int = 25) -> list[Batch]:
-    """Equally long prompts side by side, in their order."""
-    found, start = [], 0
-    for place in range(1, len(drawn.ids) + 1):
-        ends = place == len(drawn.ids) or len(drawn.ids[place]) != len(drawn.ids[start])
-        if ends or place - start == size:
-            ids = torch.tensor(drawn.ids[start:place])
-            found.append(Batch(ids, torch.ones_like(ids), torch.full_like(ids, -100)))
-            start = place
-    return found
-
-
-# -- figures ------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

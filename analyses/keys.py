@@ -71,9 +71,9 @@ def fresh(model: nn.Module, seed: int = 0) -> nn.Module:
 def orthogonality(model: nn.Module, initial: nn.Module, *, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
     """One row per key/value head.
 
-    Columns: `layer`, `head`, `orthogonality` (mean |cos|, smaller is more orthogonal), `low`, `high` (95 %, half samples of
-    columns), `gaussian`, `shuffled` and `shuffled_edge` (mean and 2.5 % point of `draws` W_K with entries in random places),
-    `p` (upper bound for a shuffled W_K as orthogonal as this), `initial`, `columns` D, `stream` M, `normalised`.
+    Columns: `layer`, `head`, `orthogonality` (mean |cos|, smaller is more orthogonal), `low`, `high` (95 %, half samples
+    of columns), `gaussian`, `shuffled` and `shuffled_edge` (mean and 2.5 % point of `draws` W_K with entries in random
+    places), `p` (upper bound for a shuffled W_K as orthogonal as this), `initial`, `columns` D, `stream` M, `normalised`.
     """
     generator = np.random.default_rng(seed)
     started = head_columns(initial)

@@ -28,7 +28,7 @@ Array = NDArray[np.float64]
 Groups = NDArray[np.int64]
 
 SMALLEST = 8  # rows in a group, below which no correlation is taken
-POINTS = 1_000  # rows that the neighbour distances are taken of
+POINTS = 600  # rows that the neighbour distances are taken of
 _RIDGE = 1e-3
 FUNCTION = "entropy is a function of the group"
 
@@ -233,7 +233,7 @@ def two_nearest(vectors: Array) -> float:
 
 
 def dimension(rows: Rows, generator: np.random.Generator, draws: int = DRAWS) -> Figure:
-    """`two_nearest` of at most 1,000 rows, with its interval and its null."""
+    """`two_nearest` of at most 600 rows, with its interval and its null."""
     chosen = np.sort(generator.permutation(len(rows.vectors))[:POINTS])
     some = Rows(*(part[chosen] for part in (rows.vectors, rows.entropy, rows.position, rows.sequence, rows.distinct)))
     value = two_nearest(some.vectors)
@@ -312,7 +312,9 @@ def read_out(rows: Rows, *, seed: int = 0, draws: int = DRAWS, correlation_form:
 
     for name, found in shape(rows, generator, draws, correlation_form).items():
         add(name, found)
-    add("TwoNN dimension", dimension(rows, generator, draws))
+    width = dimension(rows, generator, draws)
+    some = np.isfinite(width.value)
+    add("TwoNN dimension", width if some else None, "" if some else "fewer than 20 different vectors")
     found_curve = curve(rows, generator, draws)
     add("cubic residual", found_curve, "" if found_curve is not None else "entropy does not vary")
     several = len(np.unique(rows.position)) > 1

@@ -42,11 +42,23 @@ class KeyMap:
 
 @dataclass(frozen=True, eq=False)
 class OutputMap:
-    """W_O of one module: weight (H,V,M), what a head's output (V,) adds to the residual stream is its product."""
+    """W_O of one module: weight (H,V,M); a head's output (V,) times its part is what the layer `linear` makes of it.
+
+    `norm`: the module that norms this before it joins the residual stream (Gemma 2, OLMo 2), None where nothing does.
+    """
 
     site: Site
     linear: str
     weight: Tensor
+    norm: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Unembedding:
+    """weight (vocabulary, M), and the name of the norm before it, None where there is none."""
+
+    weight: Tensor
+    norm: str | None
 
 
 @dataclass(eq=False)
@@ -91,9 +103,13 @@ def _matrix(module: nn.Module) -> Tensor | None:
     return weight.detach() if isinstance(module, nn.Linear) else None
 
 
+def _norms(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
 @contextmanager
 def _listening(model: nn.Module, note: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
-    """Every linear layer tells its input and output."""
+    """Every linear layer and every norm tells its input and output."""
     handles = []
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -105,7 +121,7 @@ def _listening(model: nn.Module, note: Callable[[str, Tensor, Tensor], None]) ->
 
     try:
         for name, module in model.named_modules():
-            if _matrix(module) is not None:
+            if _matrix(module) is not None or _norms(module):
                 handles.append(module.register_forward_hook(hook(name)))
         yield
     finally:
@@ -173,7 +189,7 @@ def key_maps(model: nn.Module, count: int = PROBES) -> list[KeyMap]:
     for name, key in run.looker.keys.items():
         heads, width = key.shape[1:]
         wanted = key.flatten(1)
-        near = [linear for linear in run.outputs if linear.startswith(f"{name}.")]
+        near = [linear for linear in run.outputs if linear.startswith(f"{name}.") and not _norms(modules[linear])]
         for linear in near:
             place = _columns(wanted, run.outputs[linear])
             if place is not None:
@@ -211,17 +227,51 @@ def output_maps(model: nn.Module, count: int = PROBES) -> list[OutputMap]:
         heads, width = output.shape[1:]
         flat = output.flatten(1)
         for linear, given in run.inputs.items():
-            same = linear.startswith(f"{name}.") and given.shape == flat.shape
+            same = linear.startswith(f"{name}.") and given.shape == flat.shape and not _norms(modules[linear])
             if same and torch.allclose(given.double(), flat.double(), rtol=1e-3, atol=1e-6):
                 weight = _matrix(modules[linear])
                 assert weight is not None
-                found.append(OutputMap(run.looker.sites[name], linear, weight.T.unflatten(0, (heads, width))))
+                part = weight.T.unflatten(0, (heads, width))
+                found.append(OutputMap(run.looker.sites[name], linear, part, _normed_next(run, modules, linear)))
                 break
         else:
             raise UnsupportedFamily(
                 f"{name}: no linear layer reads the heads' outputs as they are (a gate or norm may come in between)."
             )
     return found
+
+
+def _normed_next(run: _Run, modules: dict[str, nn.Module], linear: str) -> str | None:
+    """The norm whose input is exactly what a linear layer made."""
+    made = run.outputs[linear]
+    for name, given in run.inputs.items():
+        if _norms(modules[name]) and given.shape == made.shape and torch.equal(given, made):
+            return name
+    return None
+
+
+def unembedding(model: nn.Module, count: int = PROBES) -> Unembedding:
+    """The unembedding of a causal language model and the norm before it.
+
+    Raises:
+        UnsupportedFamily: where the model names no output embedding.
+    """
+    last = model.get_output_embeddings()  # type: ignore[operator]
+    if last is None or _matrix(last) is None:
+        raise UnsupportedFamily(
+            f"{type(model).__name__} names no unembedding, so nothing can be read in its vocabulary."
+        )
+    modules = dict(model.named_modules())
+    run = _run(model, count)
+    name = next(name for name, module in modules.items() if module is last)
+    given = run.inputs[name]
+    norm = None
+    for other, made in run.outputs.items():
+        if _norms(modules[other]) and made.shape == given.shape and torch.equal(made, given):
+            norm = other
+    weight = _matrix(last)
+    assert weight is not None
+    return Unembedding(weight, norm)
 
 
 def chosen(maps: list[Any], layer: int) -> Any:

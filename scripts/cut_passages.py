@@ -3,10 +3,10 @@
 
     scripts/cut_passages.py RAW        # RAW/fiction, RAW/scripture, RAW/satire, RAW/speeches, RAW/code
 
-A passage is 420 to 640 characters of consecutive text (320 to 480 of code) and ends in lower-case words and a full stop, so
-that tokenizers end all of them in the same token; the first characters of a file (title, heading, licence) are left out. Prose loses its
-line breaks and scripture its verse numbers; a passage of code holds at least five statements. Passages are taken evenly
-over everything that qualifies.
+A passage is 420 to 640 characters of consecutive text (320 to 480 of code) and ends in lower-case words and a full stop,
+so that tokenizers end all of them in the same token; the first characters of a file (title, heading, licence) are left out.
+Prose loses its line breaks and scripture its verse numbers; a passage of code holds at least five statements. Passages are
+taken evenly over everything that qualifies.
 """
 
 from __future__ import annotations
