@@ -225,6 +225,7 @@ def collect(
             for attachment in attachments:
                 attachment.close()
     seen = behind.found if behind is not None else reader.found
+    names: dict[str, tuple[str, ...]]
     if where == "residual":
         vectors = {f"L{layer}": np.concatenate(parts) for layer, parts in enumerate(zip(*streams))}
         names = {layer: (f"{layer} residual",) for layer in vectors}

@@ -29,7 +29,7 @@ def binary_entropy(p: ArrayLike) -> Array:
 
 def posterior(first: ArrayLike, second: ArrayLike, likelihood: float = LIKELIHOOD) -> Array:
     """Probability that the latent label is the first one after n₁ and n₂ labels: σ((n₁ − n₂) ln(ℓ/(1−ℓ)))."""
-    odds = (np.asarray(first, dtype=np.float64) - second) * math.log(likelihood / (1 - likelihood))
+    odds = (np.asarray(first, dtype=np.float64) - np.asarray(second)) * math.log(likelihood / (1 - likelihood))
     return np.asarray(1 / (1 + np.exp(-odds)))
 
 
@@ -41,7 +41,7 @@ def predictive(first: ArrayLike, second: ArrayLike, likelihood: float = LIKELIHO
 
 def beta_bernoulli(first: ArrayLike, second: ArrayLike) -> Array:
     """The same for a label frequency with a uniform prior: (n₁ + 1)/(n₁ + n₂ + 2)."""
-    return np.asarray((np.asarray(first, dtype=np.float64) + 1) / (np.asarray(first) + second + 2))
+    return np.asarray((np.asarray(first, dtype=np.float64) + 1) / (np.asarray(first) + np.asarray(second) + 2))
 
 
 def chances(shots: int, likelihood: float = LIKELIHOOD) -> Array:

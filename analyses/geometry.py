@@ -34,8 +34,8 @@ SHARE, COSINE, DROP = 0.30, 0.20, 0.30  # the thresholds of Paper III's rules
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """`keys` (a row per key/value head), `attention` (a row per layer, and the focusing), `manifolds` (a row per prompt set and
-    figure), `rules` (the pass rules), `copies` (figures of copies with rounding noise, empty without), `record`.
+    """`keys` (a row per key/value head), `attention` (a row per layer, and the focusing), `manifolds` (a row per prompt set
+    and figure), `rules` (the pass rules), `copies` (figures of copies with rounding noise, empty without), `record`.
     """
 
     keys: pd.DataFrame
@@ -124,7 +124,7 @@ def focusing(seen: Collected, started: Collected, *, draws: int = DRAWS, seed: i
         low, high = half_samples(lambda chosen, part=part: float(part[chosen].mean()), len(part), generator, draws)  # type: ignore[misc]
         uniform = float(np.log(seen.visible[name]))
         rows.append([name, float(part.mean()), low, high, fresh_layers[name], uniform])
-    top, bottom = list(layers.values())[0], list(layers.values())[-1]
+    top, bottom = next(iter(layers.values())), list(layers.values())[-1]
 
     def drop(chosen: NDArray[np.int64]) -> float:
         return float(1 - bottom[chosen].mean() / top[chosen].mean())

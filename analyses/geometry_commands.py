@@ -4,7 +4,7 @@ Nothing heavy is imported until a command runs.
 """
 
 import json
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Site(str, Enum):
+class Site(StrEnum):
     """Where vectors are taken."""
 
     value = "value"
@@ -23,7 +23,7 @@ class Site(str, Enum):
     residual = "residual"
 
 
-class By(str, Enum):
+class By(StrEnum):
     """What a row of vectors holds."""
 
     head = "head"

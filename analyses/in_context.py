@@ -179,7 +179,7 @@ def slope(drawn: Trials, odds: Array, *, draws: int = DRAWS, seed: int = 0) -> p
 
 
 def reliability(drawn: Trials, odds: Array, bins: int = 5) -> pd.DataFrame:
-    """Prompts in `bins` equally filled bins of the model's probability: `model` and `right` (mean label predictive) per bin."""
+    """Prompts in `bins` equally filled bins of the model's probability: mean of `model` and of the `right` answer in each."""
     guess, right = 1 / (1 + np.exp(-odds)), drawn.truth()
     order = np.argsort(guess, kind="stable")
     rows = [
@@ -191,8 +191,8 @@ def reliability(drawn: Trials, odds: Array, bins: int = 5) -> pd.DataFrame:
 
 
 def coordinates(drawn: Trials, seen: Collected, *, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
-    """Rank correlation, within k, of the first two axes of every layer's final-token values with the evidence n₁ − n₂ and with
-    the label predictive's entropy. Null: exchanged inside k. Intervals: half samples of prompts.
+    """Rank correlation, within k, of the first two axes of every layer's final-token values with the evidence n₁ − n₂ and
+    with the label predictive's entropy. Null: exchanged inside k. Intervals: half samples of prompts.
     """
     generator = np.random.default_rng(seed)
     evidence = (drawn.first - drawn.second).astype(np.float64)
@@ -295,6 +295,5 @@ def in_context(
         "draws": draws,
         "seed": seed,
     }
-    return InContext(
-        *(pd.concat(tables[name], ignore_index=True) for name in tables), coordinates=placed, record=record
-    )
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    return InContext(**joined, coordinates=placed, record=record)

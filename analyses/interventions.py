@@ -145,7 +145,7 @@ class _Intervener:
 
     edits_made: tuple[Edit, ...]
     edits: bool = True
-    touched: dict[int, int] = field(default_factory=dict)
+    reached: set[int] = field(default_factory=set)
     layers: set[int] = field(default_factory=set)
 
     def wants(self, site: Site) -> Needs | None:
@@ -158,6 +158,7 @@ class _Intervener:
         pass
 
     def refuse(self, error: Exception) -> None:
+        self.reached.update(range(len(self.edits_made)))
         raise error
 
     def receive(self, call: AttentionCall) -> None:
@@ -173,6 +174,7 @@ class _Intervener:
         for number, edit in enumerate(self.edits_made):
             if edit.layer != call.site.layer or edit.place != place:
                 continue
+            self.reached.add(number)
             heads = range(tensor.shape[1]) if edit.heads is None else edit.heads
             if any(not 0 <= head < tensor.shape[1] for head in heads):
                 kind = "key/value heads" if place == "value" else "heads"
@@ -186,7 +188,6 @@ class _Intervener:
                 raise BadRequest(f"A change must keep the shape {tuple(rows.shape)}, not make it {tuple(made.shape)}.")
             back = made.unflatten(2, (len(index), tensor.shape[3])).transpose(1, 2)
             tensor = tensor.index_copy(1, index, back.to(tensor.dtype))
-            self.touched[number] = self.touched.get(number, 0) + 1
         return tensor
 
 
@@ -205,7 +206,7 @@ def intervene(model: nn.Module, *edits: Edit) -> Iterator[None]:
         yield
     finally:
         attachment.close()
-    missed = sorted({edit.layer for number, edit in enumerate(edits) if number not in receiver.touched})
+    missed = sorted({edit.layer for number, edit in enumerate(edits) if number not in receiver.reached})
     if missed:
         seen = sorted(receiver.layers)
         raise BadRequest(

@@ -63,7 +63,7 @@ def fresh(model: nn.Module, seed: int = 0) -> nn.Module:
     """A model of the same configuration with newly drawn weights (the library's initialisation), frozen, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made: nn.Module = type(model)(copy.deepcopy(model.config))  # type: ignore[call-arg]
+        made: nn.Module = type(model)(copy.deepcopy(model.config))
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
     return made.to(device=device, dtype=dtype).eval().requires_grad_(False)
 

@@ -166,8 +166,8 @@ def predicted_and_measured(
     """Steps of every head, sized so that the predicted change is each of `targets` times the loss.
 
     Returns:
-        One row per head and size: `head`, `step`, `eta`, `predicted`, `measured` (nats), `ratio`; heads whose squared gradient
-        is below 1e-12 of the loss are listed once with NaN.
+        One row per head and size: `head`, `step`, `eta`, `predicted`, `measured` (nats), `ratio`; heads whose squared
+        gradient is below 1e-12 of the loss are listed once with NaN.
 
     Raises:
         BadRequest: for an unknown step.
@@ -246,19 +246,20 @@ def reach(
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     targets: Sequence[float] = TARGETS,
 ) -> pd.DataFrame:
-    """One row per head and step: `radius` (η), `real` (the η to which one training step amounts), `real_over_radius` (below 1:
-    the law's first order describes that step), `note`.
+    """One row per head and step: `radius` (η), `real` (the η to which one training step amounts), `real_over_radius`
+    (below 1: the law's first order describes that step), `note`.
     """
     real = training_step(model, batch, optimizer)
     rows = []
-    for step in ("values", "scores"):
-        table = predicted_and_measured(model, batch, step, targets)  # type: ignore[arg-type]
+    steps: tuple[Step, ...] = ("values", "scores")
+    for step in steps:
+        table = predicted_and_measured(model, batch, step, targets)
         for name, part in table.groupby("head", sort=False):
             if part["eta"].isna().any():
-                rows.append([name, step, np.nan, real[step][str(name)], np.nan, "gradient below 1e-12 of the loss"])  # type: ignore[index]
+                rows.append([name, step, np.nan, real[step][str(name)], np.nan, "gradient below 1e-12 of the loss"])
                 continue
             radius = linear_radius(part["eta"].to_numpy(), part["ratio"].to_numpy())
-            size = real[step][str(name)]  # type: ignore[index]
+            size = real[step][str(name)]
             note = "linear over the whole range" if np.isinf(radius) else ""
             rows.append([name, step, radius, size, size / radius, note])
     return pd.DataFrame(rows, columns=["head", "step", "radius", "real", "real_over_radius", "note"])

@@ -58,8 +58,13 @@ class Rows:
         number = np.full(self.sequences, -1)
         number[chosen] = np.arange(len(chosen))
         keep = number[self.sequence] >= 0
-        parts = (self.entropy, self.position, number[self.sequence], self.distinct)
-        return Rows(self.vectors[keep], *(part[keep] for part in parts))
+        renumbered = number[self.sequence][keep]
+        return Rows(self.vectors[keep], self.entropy[keep], self.position[keep], renumbered, self.distinct[keep])
+
+    def at(self, places: Groups) -> Rows:
+        """Some of the rows, sequences numbered as they are."""
+        parts = self.position[places], self.sequence[places], self.distinct[places]
+        return Rows(self.vectors[places], self.entropy[places], *parts)
 
 
 def rows_of(vectors: Array, entropy: Array, tokens: Tensor | None = None) -> Rows:
@@ -76,8 +81,8 @@ def rows_of(vectors: Array, entropy: Array, tokens: Tensor | None = None) -> Row
     keep = asked & finite
     if keep.sum() < FEWEST:
         raise BadInput(f"A read-out needs at least {FEWEST} vectors; there are {int(keep.sum())}.")
-    parts = (vectors, entropy, position, sequence, distinct)
-    return Rows(*(part[keep] for part in parts), excluded=int((asked & ~finite).sum()))  # type: ignore[arg-type]
+    left_out = int((asked & ~finite).sum())
+    return Rows(vectors[keep], entropy[keep], position[keep], sequence[keep], distinct[keep], left_out)
 
 
 def _distinct(tokens: Tensor) -> Groups:
@@ -235,7 +240,7 @@ def two_nearest(vectors: Array) -> float:
 def dimension(rows: Rows, generator: np.random.Generator, draws: int = DRAWS) -> Figure:
     """`two_nearest` of at most 600 rows, with its interval and its null."""
     chosen = np.sort(generator.permutation(len(rows.vectors))[:POINTS])
-    some = Rows(*(part[chosen] for part in (rows.vectors, rows.entropy, rows.position, rows.sequence, rows.distinct)))
+    some = rows.at(chosen)
     value = two_nearest(some.vectors)
     null = np.array([two_nearest(permuted_columns(some.vectors, generator)) for _ in range(draws)])
 
@@ -326,12 +331,15 @@ def read_out(rows: Rows, *, seed: int = 0, draws: int = DRAWS, correlation_form:
             kinds[" inside positions and distinct tokens"] = grouped(rows.position, rows.distinct)
     for name, groups in kinds.items():
         groups = grouped(groups)
-        found = order(first, rows, groups, generator, draws)
-        add(f"PC1 with entropy{name}", found, "" if found is not None else FUNCTION)
-        found = explained(rows, groups, generator, draws)
-        add(f"entropy R²{name}", found, "" if found is not None else FUNCTION)
+        ordered = order(first, rows, groups, generator, draws)
+        add(f"PC1 with entropy{name}", ordered, "" if ordered is not None else FUNCTION)
+        told = explained(rows, groups, generator, draws)
+        add(f"entropy R²{name}", told, "" if told is not None else FUNCTION)
     if several:  # beside them, and no claim: neither has a null of its own
-        raw, clock = correlation(first, rows.entropy, together), correlation(first, rows.position + 0.0, together)
+        raw, clock = (
+            correlation(first, rows.entropy, together),
+            correlation(first, rows.position.astype(np.float64), together),
+        )
         lines[-1]["note"] = f"over all positions: PC1 with entropy {raw:.3f}, PC1 with position {clock:.3f}"
     table = pd.DataFrame(lines)
     table["n"], table["rows"], table["d"] = rows.sequences, len(rows.vectors), rows.vectors.shape[1]

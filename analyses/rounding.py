@@ -40,7 +40,7 @@ def step(weight: Tensor) -> Tensor:
 def rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
     """Every matrix of the model plus uniform noise of ± half a grid step; the weights are put back afterwards."""
     generator = torch.Generator().manual_seed(seed)
-    before: list[tuple[Tensor, Tensor]] = []
+    before: list[tuple[nn.Parameter, Tensor]] = []
     try:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -48,7 +48,7 @@ def rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
                     continue
                 before.append((parameter, parameter.detach().clone()))
                 noise = torch.rand(parameter.shape, generator=generator) - 0.5
-                parameter += noise.to(parameter.device, parameter.dtype) * step(parameter)
+                parameter.add_(noise.to(parameter.device, parameter.dtype) * step(parameter))
         yield
     finally:
         with torch.no_grad():

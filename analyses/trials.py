@@ -163,8 +163,8 @@ def trials(tokenizer: Any, words: tuple[str, str], control: Control = "main", pe
             last.append(int(drawn[-1]) if count else -1)
     informative = control in ("main", "remapped")
     order = np.argsort([len(row) for row in ids], kind="stable")  # equally long ones lie together
-    arrays = (np.array(part)[order] for part in (shots, first, last))
-    return Trials(tuple(ids[place] for place in order), labels, words, *arrays, informative)
+    counts = [np.array(part)[order] for part in (shots, first, last)]
+    return Trials(tuple(ids[place] for place in order), labels, words, counts[0], counts[1], counts[2], informative)
 
 
 def batches(drawn: Trials, size: int = 25) -> list[Batch]:

@@ -1,8 +1,8 @@
 """Update directions read in the vocabulary: which tokens is a head's value pushed to promote, and which to suppress?
 
-A head's update direction −Σ_i α_ij u_i goes through W_O (and a norm behind it, where the family has one), the final norm and
-the unembedding. Norms are taken by their mean Jacobian at the states that the text itself produced. Random directions of
-the same norm go the same way, because a large unembedding lifts some token far in any direction.
+A head's update direction −Σ_i α_ij u_i goes through W_O (and a norm behind it, where the family has one), the final norm
+and the unembedding. Norms are taken by their mean Jacobian at the states that the text itself produced. Random directions
+of the same norm go the same way, because a large unembedding lifts some token far in any direction.
 
 Shapes: H heads, V value width, M width of the stream, R vocabulary.
 """
@@ -81,7 +81,7 @@ def _jacobian(norm: nn.Module, states: Tensor) -> Tensor:
     whole = torch.zeros(width, width, dtype=torch.float64)
     basis = torch.eye(width, dtype=torch.float64)
     for state in states.double().cpu():
-        _, moved = torch.func.jvp(double, (state.expand(width, -1).contiguous(),), (basis,))
+        moved = torch.func.jvp(double, (state.expand(width, -1).contiguous(),), (basis,))[1]
         whole += moved.double().T / len(states)
     return whole
 
@@ -91,10 +91,10 @@ class Vocabulary:
     """Tables of `vocabulary`.
 
     Attributes:
-        tokens: one row per head, key token ("" for the mean over all keys), direction and rank: `head`, `key`, `keys` (how many
-            keys were averaged), `pushed` ("promote" or "suppress"), `rank`, `token`, `logit` (change of the logit, centred over
-            the vocabulary, per unit of the step), `random_edge` (95 % point of the largest |logit| of random directions of the
-            same norm), `p` (upper bound for a random direction to move any token as far).
+        tokens: one row per head, key token ("" for the mean over all keys), direction and rank: `head`, `key`, `keys` (how
+            many keys were averaged), `pushed` ("promote" or "suppress"), `rank`, `token`, `logit` (change of the logit,
+            centred over the vocabulary, per unit of the step), `random_edge` (95 % point of the largest |logit| of random
+            directions of the same norm), `p` (upper bound for a random direction to move any token as far).
         norms: names of the norms that were passed by their Jacobian.
     """
 
@@ -191,12 +191,12 @@ def vocabulary(
                 way = way @ jacobians[entry.norm].T
             known = pushes.by_token.get(key, {})
             order = sorted(known, key=lambda number: -float(known[number][0][head].norm()))[:keys]
-            rows = [("", int(pushes.count[key]), total[head] / max(pushes.count[key], 1.0))]
-            rows += [(_text(tokenizer, n), known[n][1], known[n][0][head] / known[n][1]) for n in order]
+            pushed = [("", int(pushes.count[key]), total[head] / max(pushes.count[key], 1.0))]
+            pushed += [(_text(tokenizer, n), known[n][1], known[n][0][head] / known[n][1]) for n in order]
             random = torch.randn(draws, total.shape[1], generator=generator, dtype=torch.float64)
             random = random / random.norm(dim=1, keepdim=True)
             largest = (random @ way @ words.T).abs().amax(1)  # of unit directions
-            for name, count, update in rows:
+            for name, count, update in pushed:
                 lines += _lines(
                     label(key, head), name, count, update, (update @ way) @ words.T, largest, top, tokenizer
                 )
