@@ -179,7 +179,7 @@ def slope(drawn: Trials, odds: Array, *, draws: int = DRAWS, seed: int = 0) -> p
 
 
 def reliability(drawn: Trials, odds: Array, bins: int = 5) -> pd.DataFrame:
-    """Prompts in `bins` equally filled bins of the model's probability: mean of `model` and of the `right` answer in each."""
+    """Prompts in `bins` equally filled bins of the model's probability: means of `model` and of the `right` answer."""
     guess, right = 1 / (1 + np.exp(-odds)), drawn.truth()
     order = np.argsort(guess, kind="stable")
     rows = [

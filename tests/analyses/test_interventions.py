@@ -163,7 +163,7 @@ def test_what_cannot_be_edited_is_refused_by_name() -> None:
         logits(model, given)
     with pytest.raises(BadRequest, match="no attention call was seen"), intervene(model, Edit(0, ablate())):
         pass
-    with intervene(model, Edit(0, ablate(), "output", (4,))), pytest.raises(BadRequest, match="4 heads.*no 4"):
+    with intervene(model, Edit(0, ablate(), "output", (4,))), pytest.raises(BadRequest, match=r"4 heads.*no 4"):
         logits(model, given)
     with intervene(model, Edit(0, ablate(), "value", (2,))), pytest.raises(BadRequest, match="2 key/value heads"):
         logits(model, given)
@@ -197,7 +197,6 @@ def test_a_planted_axis_stands_out_from_random_ones() -> None:
     given = batch(rows=16)
     measure = sequence_loss(model, [given])
     rows = collect(model, [given], "value", "all").by("layer")["L1"].reshape(-1, 16)
-    generator = np.random.default_rng(0)
     axis = np.linalg.eigh(np.cov(rows.T))[1][:, -1]
     found = axis_effects(model, measure, rows, axis, 1, draws=20).set_index("what")
     assert list(found.index) == ["cut", "keep only", "shift +1 sd", "shift -1 sd", "swap all"]
@@ -206,7 +205,6 @@ def test_a_planted_axis_stands_out_from_random_ones() -> None:
     assert found.at["cut", "effect"] == pytest.approx(expected - float(measure().mean()), abs=1e-6)
     assert found.loc["cut", "isotropic_p"] >= 1 / 21
     assert found["low"].le(found["effect"]).all()
-    del generator
 
 
 def test_the_strongest_head_is_picked_on_one_half_and_estimated_on_the_other() -> None:

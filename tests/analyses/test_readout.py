@@ -106,9 +106,7 @@ def test_held_out_share_is_that_of_a_regression_on_other_sequences() -> None:
     found = readout.explained(rows, rows.position, np.random.default_rng(3))
     assert found is not None
     halves = np.random.default_rng(3).permutation(rows.sequences) % 2
-    means = [np.array([part[rows.position == p].mean(0) for p in range(6)])[rows.position] for part in (rows.vectors,)][
-        0
-    ]
+    means = np.array([rows.vectors[rows.position == p].mean(0) for p in range(6)])[rows.position]
     inputs = rows.vectors - means
     goal = rows.entropy - np.array([rows.entropy[rows.position == p].mean() for p in range(6)])[rows.position]
     # the generator of `explained` draws its permutations first, so any halves will do for the size
