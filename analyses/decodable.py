@@ -20,7 +20,8 @@ from .collecting import collect
 from .corpus import Batch
 from .interventions import Measure, Place, axis_effects, entropy_axis
 from .nulls import DRAWS
-from .readout import grouped, order, rows_of
+from .readout import grouped, order
+from .rows import rows_of
 from .wind_tunnels.protocol import Episodes, Tunnel
 
 Array = NDArray[np.float64]

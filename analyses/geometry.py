@@ -23,8 +23,10 @@ from .collecting import Collected, collect
 from .keys import cosines, fresh, head_columns, off_diagonal, orthogonality
 from .nulls import DRAWS, half_samples
 from .prompts import Prompts, residualised
-from .readout import Rows, beside, line, order, shape, shares
+from .readout import beside, line, order
 from .rounding import rounding_noise
+from .rows import Rows
+from .shapes import shape, shares
 
 Array = NDArray[np.float64]
 Note = Callable[[int, int, str], None]
@@ -196,11 +198,16 @@ def pass_rules(keys: pd.DataFrame, attention: pd.DataFrame, mixed: pd.DataFrame)
     table = pd.DataFrame(lines, columns=["rule", "measured", "low", "high", "least", "null", "null_value"])
     table["passed"] = table["measured"] > table["least"]
     table["null_passes"] = table["null_value"] > table["least"]
-    table["says"] = [
-        "nothing: its null passes too" if null and passed else "passed, its null does not" if passed else "not passed"
-        for passed, null in zip(table["passed"], table["null_passes"])
-    ]
+    table["says"] = [_says(*row) for row in zip(table["passed"], table["null_passes"], table["low"] <= table["least"])]
     return table.drop(columns="least")
+
+
+def _says(passed: bool, null: bool, below: bool) -> str:
+    if not passed:
+        return "not passed"
+    if null:
+        return "nothing: its null passes too"
+    return "passed, but its interval reaches below" if below else "passed, its null does not"
 
 
 def verdict(rules: pd.DataFrame) -> str:

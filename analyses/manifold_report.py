@@ -23,7 +23,8 @@ from .keys import fresh
 from .manifold import Manifold, StreamingPCA
 from .nulls import DRAWS
 from .prompts import Prompts, residualised
-from .readout import Rows, beside, read_out, rows_of
+from .readout import beside, read_out
+from .rows import Rows, rows_of
 from .wind_tunnels.shipped import load as load_tunnel
 from .wind_tunnels.shipped import untrained_like
 

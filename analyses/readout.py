@@ -11,90 +11,22 @@ Shapes: n sequences, P positions, N rows, d numbers in a row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ..hooks.refusals import BadInput
-from .manifold import FEWEST, Manifold, StreamingPCA
-from .nulls import DRAWS, FEW, Figure, exchanged, figure, half_samples, permuted_columns
+from .manifold import Manifold, StreamingPCA
+from .nulls import DRAWS, FEW, Figure, exchanged, figure, half_samples
+from .rows import Rows
+from .shapes import POINTS, RIDGE, SHARES, curve, dimension, shape, shares, two_nearest
 
 Array = NDArray[np.float64]
 Groups = NDArray[np.int64]
 
 SMALLEST = 8  # rows in a group, below which no correlation is taken
-POINTS = 600  # rows that the neighbour distances are taken of
-_RIDGE = 1e-3
 FUNCTION = "entropy is a function of the group"
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Vectors and what is known of them, one row per asked position.
-
-    Attributes:
-        vectors (N,d); entropy (N,): bits; position, sequence, distinct (N,): int, `distinct` the number of different
-            tokens before the row's own. excluded: rows left out because of NaN or infinities.
-    """
-
-    vectors: Array
-    entropy: Array
-    position: Groups
-    sequence: Groups
-    distinct: Groups
-    excluded: int = 0
-
-    @property
-    def sequences(self) -> int:
-        return int(self.sequence.max()) + 1 if len(self.sequence) else 0
-
-    def of(self, chosen: Groups) -> Rows:
-        """The rows of the chosen sequences, numbered anew in their order."""
-        number = np.full(self.sequences, -1)
-        number[chosen] = np.arange(len(chosen))
-        keep = number[self.sequence] >= 0
-        renumbered = number[self.sequence][keep]
-        return Rows(self.vectors[keep], self.entropy[keep], self.position[keep], renumbered, self.distinct[keep])
-
-    def at(self, places: Groups) -> Rows:
-        """Some of the rows, sequences numbered as they are."""
-        parts = self.position[places], self.sequence[places], self.distinct[places]
-        return Rows(self.vectors[places], self.entropy[places], *parts)
-
-
-def rows_of(vectors: Array, entropy: Array, tokens: Tensor | None = None) -> Rows:
-    """Rows of vectors (n,P,d) where entropy (n,P) is not NaN; `tokens` (n,P): the ids, for the number seen before.
-
-    Raises:
-        BadInput: when fewer than three rows are left.
-    """
-    count, positions = entropy.shape
-    sequence, position = np.meshgrid(np.arange(count), np.arange(positions), indexing="ij")
-    distinct = _distinct(tokens) if tokens is not None and tokens.dim() == 2 else np.zeros_like(position)
-    asked = np.isfinite(entropy)
-    finite = np.isfinite(vectors).all(-1)
-    keep = asked & finite
-    if keep.sum() < FEWEST:
-        raise BadInput(f"A read-out needs at least {FEWEST} vectors; there are {int(keep.sum())}.")
-    left_out = int((asked & ~finite).sum())
-    return Rows(vectors[keep], entropy[keep], position[keep], sequence[keep], distinct[keep], left_out)
-
-
-def _distinct(tokens: Tensor) -> Groups:
-    """(n,P) how many different tokens come before each position."""
-    ids = tokens.cpu().numpy()
-    new = np.ones(ids.shape, dtype=np.int64)
-    for place in range(1, ids.shape[1]):
-        new[:, place] = (ids[:, :place] != ids[:, place : place + 1]).all(1)
-    return np.asarray(new.cumsum(1) - new)
-
-
-# -- order by entropy ---------------------------------------------------------------------------------------------------
 
 
 def grouped(*parts: Groups) -> Groups:
@@ -169,7 +101,7 @@ def explained(rows: Rows, groups: Groups, generator: np.random.Generator, draws:
         if not fit.any() or fit.all():
             return None
         gram = inputs[fit].T @ inputs[fit]
-        ridge = _RIDGE * max(np.trace(gram), 1e-300) / len(gram) * np.eye(len(gram))
+        ridge = RIDGE * max(np.trace(gram), 1e-300) / len(gram) * np.eye(len(gram))
         guess[~fit] = inputs[~fit] @ np.linalg.solve(gram + ridge, inputs[fit].T @ goals[fit])
     error, whole = (goals - guess) ** 2, goals**2
     score = 1 - error.sum(0) / whole.sum(0)
@@ -182,125 +114,6 @@ def explained(rows: Rows, groups: Groups, generator: np.random.Generator, draws:
     return figure(float(score[0]), interval, score[1:], "entropies exchanged inside groups")
 
 
-# -- shape --------------------------------------------------------------------------------------------------------------
-
-
-def shares(vectors: Array, correlation_form: bool = False) -> tuple[float, float, float]:
-    """Share of variance on the first axis, on the first two, and the participation ratio."""
-    found = StreamingPCA(vectors.shape[1], correlation_form).update(vectors).finish()
-    return float(found.explained[0]), float(found.explained[:2].sum()), found.participation_ratio
-
-
-SHARES = ("PC1 share", "PC1+2 share", "participation ratio")
-
-
-def shape(
-    rows: Rows, generator: np.random.Generator, draws: int = DRAWS, correlation_form: bool = False
-) -> dict[str, Figure]:
-    """Shares of variance and participation ratio, with half-sample intervals, beside parallel analysis (columns
-    permuted).
-    """
-    value = shares(rows.vectors, correlation_form)
-    null = np.array([shares(permuted_columns(rows.vectors, generator), correlation_form) for _ in range(draws)])
-    found = {}
-    state = generator.bit_generator.state
-    known: dict[bytes, tuple[float, float, float]] = {}
-    for place, name in enumerate(SHARES):
-        generator.bit_generator.state = state  # the same halves for all three
-
-        def again(chosen: Groups, place: int = place) -> float:
-            name = chosen.tobytes()
-            if name not in known:
-                known[name] = shares(rows.of(chosen).vectors, correlation_form)
-            return known[name][place]
-
-        interval = half_samples(again, rows.sequences, generator, draws)
-        side = "small" if place == 2 else "large"
-        found[name] = figure(value[place], interval, null[:, place], "columns permuted", side)
-    return found
-
-
-def two_nearest(vectors: Array) -> float:
-    """Intrinsic dimension from the ratio μ of second to first neighbour distances (Facco et al. 2017): the maximum
-    likelihood estimate under P(μ) = d μ^−(d+1), the largest tenth of ratios censored; duplicates left out, NaN for fewer
-    than 20 points.
-    """
-    points = np.unique(vectors, axis=0)
-    if len(points) < 20:
-        return float("nan")
-    tensor = torch.from_numpy(points)
-    near = torch.cdist(tensor, tensor, compute_mode="donot_use_mm_for_euclid_dist").topk(3, largest=False).values
-    first, second = near[:, 1].numpy(), near[:, 2].numpy()
-    logs = np.sort(np.log(second[first > 0] / first[first > 0]))
-    kept = int(0.9 * len(logs))
-    whole = logs[:kept].sum() + (len(logs) - kept) * logs[kept - 1]
-    return float(kept / whole) if whole > 0 else float("nan")
-
-
-def dimension(rows: Rows, generator: np.random.Generator, draws: int = DRAWS) -> Figure:
-    """`two_nearest` of at most 600 rows, with its interval and its null."""
-    chosen = np.sort(generator.permutation(len(rows.vectors))[:POINTS])
-    some = rows.at(chosen)
-    value = two_nearest(some.vectors)
-    null = np.array([two_nearest(permuted_columns(some.vectors, generator)) for _ in range(draws)])
-
-    def again(half: Groups) -> float:
-        keep = np.isin(some.sequence, half)
-        return two_nearest(some.vectors[keep])
-
-    interval = half_samples(again, rows.sequences, generator, draws)
-    return figure(value, interval, null, "columns permuted", "small")
-
-
-def curve(rows: Rows, generator: np.random.Generator, draws: int = DRAWS) -> Figure | None:
-    """How far the vectors are from a cubic curve along the entropy axis: share of the variance orthogonal to the axis that
-    no cubic of the coordinate explains, on other sequences than those it was fitted on (1: no curve, 0: a curve).
-
-    The entropy axis is the direction of a ridge regression of entropy on the vectors. None where entropy is constant.
-    """
-    if rows.entropy.std() < 1e-9:
-        return None
-    halves = generator.permutation(rows.sequences) % 2
-    fit = halves[rows.sequence] == 0
-    if fit.all() or not fit.any():
-        return None
-    centred = rows.vectors - rows.vectors[fit].mean(0)
-    gram = centred[fit].T @ centred[fit]
-    ridge = _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram))
-    axis = np.linalg.solve(gram + ridge, centred[fit].T @ (rows.entropy[fit] - rows.entropy[fit].mean()))
-    size = np.linalg.norm(axis)
-    if size == 0:
-        return None
-    axis = axis / size
-    along = centred @ axis
-    across = centred - np.outer(along, axis)
-    powers = (along / max(along[fit].std(), 1e-300))[:, None] ** np.arange(4)
-
-    def errors(beside: Array) -> tuple[Array, Array]:
-        weights = np.linalg.lstsq(powers[fit], beside[fit], rcond=None)[0]
-        left = ((beside[~fit] - powers[~fit] @ weights) ** 2).sum(1)
-        return left, ((beside[~fit] - beside[fit].mean(0)) ** 2).sum(1)
-
-    left, whole = errors(across)
-    value = float(left.sum() / max(whole.sum(), 1e-300))
-    null = []
-    for _ in range(draws):
-        one, other = errors(across[generator.permutation(len(across))])
-        null.append(one.sum() / max(other.sum(), 1e-300))
-    held = rows.sequence[~fit]
-    per = np.stack([np.bincount(held, part, rows.sequences) for part in (left, whole)])
-    used = np.unique(held)
-
-    def again(chosen: Groups) -> float:
-        return float(per[0, used[chosen]].sum() / max(per[1, used[chosen]].sum(), 1e-300))
-
-    interval = half_samples(again, len(used), generator, draws)
-    return figure(value, interval, np.array(null), "rows exchanged across the axis", "small")
-
-
-# -- the table ----------------------------------------------------------------------------------------------------------
-
-
 def read_out(rows: Rows, *, seed: int = 0, draws: int = DRAWS, correlation_form: bool = False) -> pd.DataFrame:
     """Every figure of one site: one row per figure.
 
@@ -309,8 +122,11 @@ def read_out(rows: Rows, *, seed: int = 0, draws: int = DRAWS, correlation_form:
     """
     generator = np.random.default_rng(seed)
     manifold = StreamingPCA(rows.vectors.shape[1], correlation_form).update(rows.vectors).finish()
-    first = manifold.project(rows.vectors, 1)[:, 0]
     lines: list[dict[str, Any]] = []
+    if len(manifold.constant) == manifold.width:
+        lines = [line(name, None, "the vectors do not vary") for name in (*SHARES, "TwoNN dimension")]
+        return _told(lines, rows)
+    first = manifold.project(rows.vectors, 1)[:, 0]
 
     def add(name: str, found: Figure | None, note: str = "") -> None:
         lines.append(line(name, found, note))
@@ -341,6 +157,11 @@ def read_out(rows: Rows, *, seed: int = 0, draws: int = DRAWS, correlation_form:
             correlation(first, rows.position.astype(np.float64), together),
         )
         lines[-1]["note"] = f"over all positions: PC1 with entropy {raw:.3f}, PC1 with position {clock:.3f}"
+    return _told(lines, rows)
+
+
+def _told(lines: list[dict[str, Any]], rows: Rows) -> pd.DataFrame:
+    """The lines as a table, with what is known of the rows."""
     table = pd.DataFrame(lines)
     table["n"], table["rows"], table["d"] = rows.sequences, len(rows.vectors), rows.vectors.shape[1]
     if rows.excluded:
@@ -372,6 +193,9 @@ def beside(table: pd.DataFrame, name: str, reference: Rows, correlation_form: bo
     exchanged targets), without draws of their own.
     """
     generator = np.random.default_rng(0)
+    nothing = len(StreamingPCA(reference.vectors.shape[1]).update(reference.vectors).finish().constant)
+    if nothing == reference.vectors.shape[1]:
+        return table.assign(**{name: float("nan")})
     values: dict[str, float] = dict(zip(SHARES, shares(reference.vectors, correlation_form)))
     chosen = np.sort(generator.permutation(len(reference.vectors))[:POINTS])
     values["TwoNN dimension"] = two_nearest(reference.vectors[chosen])

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import rankdata, spearmanr
 from sklearn.linear_model import LinearRegression
 
-from advantage_probe.analyses import readout
+from advantage_probe.analyses import readout, shapes
 from advantage_probe.analyses.against_truth import batches
 from advantage_probe.analyses.collecting import collect
 from advantage_probe.analyses.manifold import pca
@@ -21,7 +21,7 @@ from advantage_probe.analyses.nulls import (
     half_samples,
     permuted_columns,
 )
-from advantage_probe.analyses.readout import Rows, rows_of
+from advantage_probe.analyses.rows import Rows, _distinct, rows_of
 from advantage_probe.analyses.wind_tunnels import load
 from advantage_probe.analyses.wind_tunnels.registry import tunnel
 from advantage_probe.hooks.refusals import BadInput
@@ -98,7 +98,7 @@ def _names() -> tuple[str, ...]:
 
 def test_distinct_tokens_are_counted_before_each_position() -> None:
     tokens = torch.tensor([[3, 5, 3, 3, 7], [1, 1, 1, 2, 1]])
-    assert readout._distinct(tokens).tolist() == [[0, 1, 2, 2, 2], [0, 1, 1, 1, 2]]
+    assert _distinct(tokens).tolist() == [[0, 1, 2, 2, 2], [0, 1, 1, 1, 2]]
 
 
 def test_held_out_share_is_that_of_a_regression_on_other_sequences() -> None:
@@ -123,7 +123,7 @@ def test_shares_stand_beside_parallel_analysis() -> None:
     line = np.outer(generator.normal(size=300), np.ones(6)) + 0.1 * generator.normal(size=(300, 6))
     zeros = np.zeros(300, dtype=np.int64)
     rows = Rows(line, zeros + 0.0, zeros, np.arange(300), zeros)
-    found = readout.shape(rows, generator)
+    found = shapes.shape(rows, generator)
     expected = pca(line)
     assert found["PC1 share"].value == pytest.approx(expected.explained[0])
     assert found["participation ratio"].value == pytest.approx(expected.participation_ratio)
@@ -131,17 +131,17 @@ def test_shares_stand_beside_parallel_analysis() -> None:
     assert found["participation ratio"].p == pytest.approx(1 / 201)
     assert found["PC1 share"].null == pytest.approx(1 / 6, abs=0.05)
     noise = Rows(generator.normal(size=(300, 6)), zeros + 0.0, zeros, np.arange(300), zeros)
-    assert readout.shape(noise, generator)["PC1 share"].p > 0.01
+    assert shapes.shape(noise, generator)["PC1 share"].p > 0.01
 
 
 @pytest.mark.parametrize("dimension", [1, 2, 4])
 def test_two_neighbours_know_the_dimension_of_a_cube_in_a_larger_space(dimension: int) -> None:
     generator = np.random.default_rng(dimension)
     cube = generator.random((1500, dimension)) @ np.linalg.qr(generator.normal(size=(9, 9)))[0][:dimension]
-    found = readout.two_nearest(cube)
+    found = shapes.two_nearest(cube)
     assert found == pytest.approx(dimension, rel=0.12)
-    assert readout.two_nearest(np.concatenate([cube, cube])) == pytest.approx(found)
-    assert np.isnan(readout.two_nearest(np.ones((50, 3))))
+    assert shapes.two_nearest(np.concatenate([cube, cube])) == pytest.approx(found)
+    assert np.isnan(shapes.two_nearest(np.ones((50, 3))))
 
 
 def test_a_cubic_curve_leaves_no_residual_and_a_cloud_leaves_all() -> None:
@@ -149,14 +149,14 @@ def test_a_cubic_curve_leaves_no_residual_and_a_cloud_leaves_all() -> None:
     t = generator.uniform(-1, 1, 400)
     curve = np.stack([3 * t, t**2, t**3 - t, 0 * t], 1) + 0.01 * generator.normal(size=(400, 4))
     zeros = np.zeros(400, dtype=np.int64)
-    found = readout.curve(Rows(curve, t + 2, zeros, np.arange(400), zeros), generator)
-    cloud = readout.curve(Rows(generator.normal(size=(400, 4)), t + 2, zeros, np.arange(400), zeros), generator)
+    found = shapes.curve(Rows(curve, t + 2, zeros, np.arange(400), zeros), generator)
+    cloud = shapes.curve(Rows(generator.normal(size=(400, 4)), t + 2, zeros, np.arange(400), zeros), generator)
     assert found is not None
     assert cloud is not None
     assert found.value < 0.01
     assert found.p == pytest.approx(1 / 201)
     assert cloud.value > 0.95
-    assert readout.curve(Rows(curve, zeros + 1.0, zeros, np.arange(400), zeros), generator) is None
+    assert shapes.curve(Rows(curve, zeros + 1.0, zeros, np.arange(400), zeros), generator) is None
 
 
 def test_non_finite_vectors_are_left_out_and_reported_and_too_few_refused() -> None:
@@ -168,6 +168,14 @@ def test_non_finite_vectors_are_left_out_and_reported_and_too_few_refused() -> N
     assert "2 non-finite rows left out" in readout.read_out(found, draws=20)["note"].iloc[0]
     with pytest.raises(BadInput, match="at least 3 vectors; there are 2"):
         rows_of(vectors[1:3, :1], rows.entropy.reshape(120, 6)[1:3, :1])
+
+
+def test_vectors_that_do_not_vary_are_said_not_to() -> None:
+    rows = planted(count=60)
+    still = Rows(np.full_like(rows.vectors, 3.7), rows.entropy, rows.position, rows.sequence, rows.distinct)
+    table = readout.beside(readout.read_out(still, draws=20), "other", still)
+    assert table["note"].str.startswith("the vectors do not vary").all()
+    assert table["value"].isna().all()
 
 
 def test_the_curve_unfurls_over_checkpoints() -> None:
