@@ -27,6 +27,7 @@ from .evidence import (
     SHOTS,
     beta_bernoulli,
     binary_entropy,
+    constant_against_latent,
     expected_entropy,
     perfect_against_latent,
     posterior,
@@ -292,6 +293,8 @@ def in_context(
         "prompts": per * len(SHOTS),
         "label_mass": masses,
         "perfect_against_latent": perfect_against_latent(),
+        "constant_against_latent": constant_against_latent(False),
+        "constant_per_k_against_latent": constant_against_latent(True),
         "draws": draws,
         "seed": seed,
     }

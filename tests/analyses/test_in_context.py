@@ -38,6 +38,8 @@ def test_expected_entropies_are_those_of_every_sequence_of_labels() -> None:
     for shots, one, other in zip(evidence.SHOTS, found, latent):
         assert by_brute_force(shots) == pytest.approx((one, other))
     assert round(evidence.perfect_against_latent(), 3) == 0.287
+    assert round(evidence.constant_against_latent(False), 3) == 0.328
+    assert round(evidence.constant_against_latent(True), 3) == 0.049
     assert evidence.chances(8).sum() == pytest.approx(1)
     assert evidence.beta_bernoulli(3, 1) == pytest.approx(4 / 6)
     assert evidence.predictive(1, 0) == pytest.approx(0.82)
