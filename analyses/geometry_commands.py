@@ -305,8 +305,8 @@ def in_context(
     words = [
         READING,
         "latent_error is held against the latent posterior, which is not what is predicted: a perfect Bayesian scores "
-        f"{record['perfect_against_latent']:.3f} bits there, the best constant {record['constant_against_latent']:.3f}, the "
-        f"best constant for each k {record['constant_per_k_against_latent']:.3f}.",
+        f"{record['perfect_against_latent']:.3f} bits there, the best constant {record['constant_against_latent']:.3f}, "
+        f"the best constant for each k {record['constant_per_k_against_latent']:.3f}.",
         f"Labels: {record['labels']}; probability on the two labels together: {mass}.",
     ] + ([f"Weights: {source}."] if source else [])
     columns = ["control", "source", "kl", "kl_low", "kl_high", "entropy_error", "entropy_error_low"]

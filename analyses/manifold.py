@@ -170,25 +170,26 @@ class StreamingPCA:
         """
         block = _rows(rows, self.width)
         step = max(64, _BLOCK // self.width)
+        room = np.empty((min(step, len(block)), self.width))
         for start in range(0, len(block), step):
-            self._add(_float64(block[start : start + step]))
+            self._add(block[start : start + step], room)
         return self
 
-    def _add(self, block: Array) -> None:
+    def _add(self, block: Any, room: Array) -> None:
         count = len(block)
-        total, scatter = _products(block, self._shift)
+        total, scatter = _products(block, self._shift, room)
         if not (np.isfinite(total).all() and np.isfinite(scatter).all()):
             good = np.isfinite(block).all(1)
             self.excluded += int((~good).sum())
             block, count = block[good], int(good.sum())
             if not count:
                 return
-            self._shift = (block / count).sum(0)
-            total, scatter = _products(block, self._shift)
+            self._shift = (block.astype(np.float64) / count).sum(0)
+            total, scatter = _products(block, self._shift, room)
         size = np.diag(scatter)
         if (size - total**2 / count < _LOST * size - count * (CONSTANT * np.abs(self._shift)) ** 2).any():
             self._shift = self._shift + total / count
-            total, scatter = _products(block, self._shift)
+            total, scatter = _products(block, self._shift, room)
         scatter -= np.outer(total, total / count)
         self._join(count, self._shift + total / count, scatter)
 
@@ -250,10 +251,13 @@ class StreamingPCA:
         )
 
 
-def _products(block: Array, shift: Array) -> tuple[Array, Array]:
-    """Sums (d,) and products (d,d) of the rows less `shift`."""
+def _products(block: Any, shift: Array, room: Array) -> tuple[Array, Array]:
+    """Sums (d,) and products (d,d), float64, of the rows (of any dtype) less `shift`; `room` is written over."""
     with np.errstate(over="ignore", invalid="ignore"):
-        rows = block - shift if shift.any() else block
+        if shift.any():
+            rows = np.subtract(block, shift, out=room[: len(block)], dtype=np.float64)
+        else:
+            rows = np.asarray(block, dtype=np.float64)
         return np.ones(len(rows)) @ rows, rows.T @ rows
 
 
@@ -288,7 +292,3 @@ def _rows(rows: ArrayLike | Tensor, width: int) -> Any:
     if block.dtype.kind not in "fiub":
         raise BadRequest(f"Vectors must hold real numbers, not {block.dtype}.")
     return block
-
-
-def _float64(block: Any) -> Array:
-    return np.asarray(block, dtype=np.float64)
