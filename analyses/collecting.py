@@ -167,7 +167,7 @@ def collect(
     progress: Progress | None = None,
     total: int = 0,
 ) -> Collected:
-    """Run a causal language model over batches of equally many positions and keep the vectors at `where`.
+    """Run a causal language model over batches (padded on the right, if at all) and keep the vectors at `where`.
 
     Args:
         where: "value", "key" (per key/value head), "output", "upstream" (u = ∂L/∂output) or "update" (−m_j = −Σ_i α_ij

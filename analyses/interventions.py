@@ -209,10 +209,12 @@ def intervene(model: nn.Module, *edits: Edit) -> Iterator[None]:
     missed = sorted({edit.layer for number, edit in enumerate(edits) if number not in receiver.reached})
     if missed:
         seen = sorted(receiver.layers)
-        raise BadRequest(
-            f"Nothing was changed in layer {missed[0]}: "
-            + (f"attention was seen in layers {seen}." if seen else "no attention call was seen inside the block.")
-        )
+        why = f"attention was seen in layers {seen}." if seen else "no attention call was seen inside the block."
+        if missed[0] in receiver.layers:
+            why = (
+                "its attention took a path that no edit reaches; run it with gradients enabled, or with another kernel."
+            )
+        raise BadRequest(f"Nothing was changed in layer {missed[0]}: {why}")
 
 
 # -- what interventions do, beside their controls -----------------------------------------------------------------------

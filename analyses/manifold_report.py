@@ -6,7 +6,7 @@ token of the shipped prompts against their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from .against_truth import batches as episode_batches
 from .collecting import By, Where, collect
@@ -23,10 +23,14 @@ from .keys import fresh
 from .manifold import Manifold, StreamingPCA
 from .nulls import DRAWS
 from .prompts import Prompts, residualised
-from .readout import beside, read_out
+from .readout import beside, read_out, unfurling
 from .rows import Rows, rows_of
+from .wind_tunnels.models import build, logits
+from .wind_tunnels.protocol import Tunnel
+from .wind_tunnels.recipes import Recipe
 from .wind_tunnels.shipped import load as load_tunnel
 from .wind_tunnels.shipped import untrained_like
+from .wind_tunnels.training import train
 
 Array = NDArray[np.float64]
 Note = Callable[[int, int, str], None]
@@ -107,6 +111,38 @@ def tunnel_report(
     return _report(
         own, rows, name=name, where=where, correlation=correlation, draws=draws, record=record, progress=progress
     )
+
+
+def unfurling_report(
+    tunnel: Tunnel,
+    recipe: Recipe,
+    steps: Iterable[int],
+    layer: int,
+    where: Where = "value",
+    *,
+    episodes: int = EPISODES,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Train in a tunnel and read one layer's vectors (heads side by side) before each of `steps`, on the same episodes: how
+    the curve unfurls. Columns as `readout.unfurling`.
+    """
+    drawn = tunnel.sample(episodes, torch.Generator().manual_seed(seed))
+    entropy = tunnel.entropy(drawn.tokens).numpy()
+    wanted, done = set(steps), 0
+    found: list[tuple[int, Rows]] = []
+
+    def forward(network: nn.Module, tokens: Tensor) -> Tensor:
+        nonlocal done
+        if network.training:  # a training step, not the held-out error
+            if done in wanted:
+                seen = collect(network, episode_batches(drawn, 32), where, "all").by("layer")[f"L{layer}"]
+                found.append((done, rows_of(seen, entropy, drawn.tokens)))
+            done += 1
+        return logits(network, tokens)
+
+    train(tunnel, recipe, model=build(recipe.shape, tunnel, recipe.seed), forward=forward)
+    return unfurling(found, draws)
 
 
 def pretrained_report(

@@ -101,7 +101,11 @@ class Editor(Protocol):
 
 
 class Receiver(Protocol):
-    """Whoever looks at attention calls. `hooks` knows no statistics; it asks and delivers."""
+    """Whoever looks at attention calls. `hooks` knows no statistics; it asks and delivers.
+
+    A receiver whose attribute `edits` is true looks on in the forward pass, with or without gradients, through the editor
+    of its needs; nothing comes back to it.
+    """
 
     def wants(self, site: Site) -> Needs | None:
         """Asked in the forward pass, once per call: None leaves the call alone."""

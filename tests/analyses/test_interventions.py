@@ -118,6 +118,66 @@ def test_values_of_attention_written_by_hand_are_edited_too() -> None:
     assert torch.allclose(found, logits(model, given), atol=1e-5)
 
 
+class Plain(nn.Module):
+    """One causal attention layer that calls the plain function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out_proj = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.into(rows).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+class Layers(nn.Module):
+    """An attention layer under the name that makes it layer 0."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, rows: Tensor, **options: bool) -> Tensor:
+        inputs = (rows,) if isinstance(self.layers[0], Plain) else (rows, rows, rows)
+        found = self.layers[0](*inputs, **options)
+        return found if isinstance(found, Tensor) else found[0]
+
+
+@pytest.mark.parametrize("options", [None, {"need_weights": True}, {"need_weights": False}])
+def test_plain_pytorch_is_edited_like_everything_else(options: dict[str, bool] | None) -> None:
+    torch.manual_seed(0)
+    model = Layers(Plain() if options is None else nn.MultiheadAttention(8, 2, batch_first=True))
+    rows, options = torch.randn(2, 5, 8), options or {}
+    out = model.layers[0].out_proj
+    with intervene(model, Edit(0, ablate(), "value")):
+        assert torch.allclose(model(rows, **options), out.bias.expand(2, 5, 8), atol=1e-6)
+    with intervene(model, Edit(0, ablate(), "output", (1,))):
+        found = model(rows, **options)
+    with torch.no_grad():
+        out.weight[:, 4:] = 0
+    assert torch.allclose(found, model(rows, **options), atol=1e-6)
+    assert nothing_left()
+
+
+def test_paths_that_no_edit_reaches_are_never_taken_for_an_effect_of_zero() -> None:
+    fused = Layers(nn.MultiheadAttention(8, 2, batch_first=True)).eval()
+    with (
+        pytest.raises(BadRequest, match="a path that no edit reaches"),
+        torch.no_grad(),
+        intervene(fused, Edit(0, ablate())),
+    ):
+        fused(torch.randn(2, 5, 8), need_weights=False)
+    model, given = zoo.llama(), batch()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(UnsupportedKernel, match="compiled graph"), intervene(compiled, Edit(0, ablate())):
+        compiled(input_ids=given.ids)
+    with pytest.raises(BadRequest, match="Nothing was changed"), intervene(compiled, Edit(0, ablate())):
+        logits(compiled, given)
+    assert nothing_left()
+
+
 def test_cut_keep_and_shift_do_what_their_formulas_say() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)

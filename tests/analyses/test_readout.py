@@ -12,7 +12,7 @@ from advantage_probe.analyses import readout, shapes
 from advantage_probe.analyses.against_truth import batches
 from advantage_probe.analyses.collecting import collect
 from advantage_probe.analyses.manifold import pca
-from advantage_probe.analyses.manifold_report import tunnel_report
+from advantage_probe.analyses.manifold_report import tunnel_report, unfurling_report
 from advantage_probe.analyses.nulls import (
     benjamini_hochberg,
     bound,
@@ -318,3 +318,21 @@ def test_a_tunnel_report_holds_every_site_beside_an_untrained_model() -> None:
     told = found.table.set_index(["site", "figure"])
     assert told.loc[("L1", "entropy R² inside positions"), "p"] == pytest.approx(1 / 21)
     assert told.loc[("L0", "entropy R² inside positions"), "p"] > 0.05  # a value of layer 0 knows its own token only
+
+
+def test_reading_while_training_does_not_change_the_training() -> None:
+    from advantage_probe.analyses.wind_tunnels.models import Shape
+    from advantage_probe.analyses.wind_tunnels.recipes import Recipe
+    from advantage_probe.analyses.wind_tunnels.training import train
+
+    task, recipe = tunnel("coin"), Recipe(Shape("gpt2", 1, 2, 16), steps=12, batch=8, warm_up=2)
+    table = unfurling_report(task, recipe, (0, 6, 11), 0, "output", episodes=50, draws=20)
+    assert table["step"].unique().tolist() == [0, 6, 11]
+    assert table.groupby("step")["axis_turn"].first().iloc[1:].gt(0).all()
+    plain, curve = train(task, recipe)
+    state = torch.get_rng_state()
+    unfurling_report(task, recipe, (3,), 0, episodes=50, draws=20)
+    assert torch.equal(torch.get_rng_state(), state)
+    again, same = train(task, recipe)
+    assert curve == same
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), again.parameters()))
