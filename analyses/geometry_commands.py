@@ -127,6 +127,14 @@ READING = (
 )
 
 
+def _few(table: "pd.DataFrame") -> list[str]:
+    """A sentence where intervals rest on too few sequences."""
+    from .nulls import FEW
+
+    least = int(table["n"].min())
+    return [f"Intervals of {least} sequences say little: fewer than {FEW} are too few."] if least < FEW else []
+
+
 def manifold(
     model: Model = None,
     example: Example = None,
@@ -210,6 +218,7 @@ def manifold(
             )
     record = found.record | ({"weights": source} if source else {})
     words = [READING, f"Entropy: {record['entropy']}."] + ([f"Weights: {source}."] if source else [])
+    words += _few(found.table)
     title = f"{record['model']}: {site.value} vectors by {found.table['site'].nunique()} sites"
     hidden = ("null", "null_edge", "rows", "note")
     shown = found.table[[column for column in found.table.columns if column not in hidden]]
@@ -262,6 +271,7 @@ def geometry(
     record = {"model": name, "seed": seed} | found.record | ({"weights": source} if source else {})
     verdict = job.verdict(found.rules)
     words = [READING, f"{verdict}."] + ([f"Weights: {source}; {copies} copies with rounding noise."] if source else [])
+    words += _few(found.manifolds)
     keys = found.keys[["head", "orthogonality", "low", "high", "gaussian", "shuffled", "p", "initial"]]
     parts = found.manifolds.drop(columns=["null", "null_edge", "note"])
     shown = {"keys: mean |cos| of W_K's columns": keys, "attention entropy, nats": found.attention, "values": parts}

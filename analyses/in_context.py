@@ -217,7 +217,7 @@ def coordinates(drawn: Trials, seen: Collected, *, draws: int = DRAWS, seed: int
                     product = inside(place[chosen, axis], groups[chosen]) * inside(target[chosen], groups[chosen])
                     return float(np.nanmean(product)) if np.isfinite(product).any() else float("nan")
 
-                low, high = half_samples(again, len(groups), generator, draws)
+                low, high = half_samples(again, len(groups), generator, draws, (-1.0, 1.0))
                 rows.append(
                     {
                         "layer": layer,

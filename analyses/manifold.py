@@ -109,13 +109,13 @@ class Manifold:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file that `load` reads; other programs find mean, scale, axes and variances in it."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         arrays = {"mean": self.mean, "scale": self.scale, "axes": self.axes, "variances": self.variances}
         arrays["ambiguous"] = self.ambiguous.astype(np.uint8)
         numbers = {name: getattr(self, name) for name in ("width", "count", "excluded", "correlation", "source")}
         told = {"manifold": json.dumps(numbers | {"constant": list(self.constant)})}
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, str(path), metadata=told)
+        Path(path).write_bytes(save({name: np.ascontiguousarray(part) for name, part in arrays.items()}, metadata=told))
 
     @classmethod
     def load(cls, path: str | Path) -> Manifold:

@@ -69,19 +69,24 @@ def figure(observed: float, interval: tuple[float, float], draws: Array, named: 
 
 
 def half_samples(
-    statistic: Callable[[NDArray[np.int64]], float], count: int, generator: Generator, draws: int = DRAWS
+    statistic: Callable[[NDArray[np.int64]], float],
+    count: int,
+    generator: Generator,
+    draws: int = DRAWS,
+    limits: tuple[float, float] = (-np.inf, np.inf),
 ) -> tuple[float, float]:
     """95 % interval of a statistic of `count` sequences, from half samples without replacement.
 
     `statistic` takes the numbers of the sequences to use. Half samples spread around the whole sample's value as that
-    does around the truth; their mean is moved to the whole sample's value, which takes out what the smaller size adds.
+    does around the truth; their mean is moved to the whole sample's value, which takes out what the smaller size adds. The
+    interval ends at `limits`, beyond which the statistic cannot be.
     """
     whole = statistic(np.arange(count))
     halves = np.array([statistic(np.sort(generator.permutation(count)[: count // 2])) for _ in range(draws)])
     halves = halves[np.isfinite(halves)]
     if not len(halves) or not np.isfinite(whole):
         return float("nan"), float("nan")
-    low, high = np.quantile(halves, [0.025, 0.975]) - halves.mean() + whole
+    low, high = np.clip(np.quantile(halves, [0.025, 0.975]) - halves.mean() + whole, *limits)
     return float(low), float(high)
 
 

@@ -40,6 +40,8 @@ def scatter(panels: Mapping[str, tuple[Array, Array]], unit: str = "bits") -> Fi
         panel.set_title(name, fontsize=9)
         panel.tick_params(labelsize=6)
         axes.append(panel)
+    figure.supxlabel("PC1", fontsize=9)
+    figure.supylabel("PC2", fontsize=9)
     if drawn is not None:
         figure.colorbar(drawn, ax=axes, label=f"entropy, {unit}")
     return figure

@@ -74,7 +74,7 @@ def order(
         keep = number[rows.sequence]
         return correlation(coordinate[keep], rows.entropy[keep], groups[keep])
 
-    interval = half_samples(again, rows.sequences, generator, draws)
+    interval = half_samples(again, rows.sequences, generator, draws, (-1.0, 1.0))
     return figure(observed, interval, null, "entropies exchanged inside groups", "both")
 
 
@@ -110,7 +110,7 @@ def explained(rows: Rows, groups: Groups, generator: np.random.Generator, draws:
     def again(chosen: Groups) -> float:
         return float(1 - per[0, chosen].sum() / max(per[1, chosen].sum(), 1e-300))
 
-    interval = half_samples(again, rows.sequences, generator, draws)
+    interval = half_samples(again, rows.sequences, generator, draws, (-np.inf, 1.0))
     return figure(float(score[0]), interval, score[1:], "entropies exchanged inside groups")
 
 
@@ -134,8 +134,8 @@ def read_out(rows: Rows, *, seed: int = 0, draws: int = DRAWS, correlation_form:
     for name, found in shape(rows, generator, draws, correlation_form).items():
         add(name, found)
     width = dimension(rows, generator, draws)
-    some = np.isfinite(width.value)
-    add("TwoNN dimension", width if some else None, "" if some else "fewer than 20 different vectors")
+    some = np.isfinite([width.value, width.low]).all()
+    add("TwoNN dimension", width if some else None, "" if some else "fewer than 20 different vectors in a half sample")
     found_curve = curve(rows, generator, draws)
     add("cubic residual", found_curve, "" if found_curve is not None else "entropy does not vary")
     several = len(np.unique(rows.position)) > 1

@@ -52,7 +52,8 @@ def shape(
                 known[name] = shares(rows.of(chosen).vectors, correlation_form)
             return known[name][place]
 
-        interval = half_samples(again, rows.sequences, generator, draws)
+        limits = (1.0, np.inf) if place == 2 else (0.0, 1.0)
+        interval = half_samples(again, rows.sequences, generator, draws, limits)
         side = "small" if place == 2 else "large"
         found[name] = figure(value[place], interval, null[:, place], "columns permuted", side)
     return found
@@ -86,7 +87,7 @@ def dimension(rows: Rows, generator: np.random.Generator, draws: int = DRAWS) ->
         keep = np.isin(some.sequence, half)
         return two_nearest(some.vectors[keep])
 
-    interval = half_samples(again, rows.sequences, generator, draws)
+    interval = half_samples(again, rows.sequences, generator, draws, (0.0, np.inf))
     return figure(value, interval, null, "columns permuted", "small")
 
 
@@ -134,5 +135,5 @@ def curve(rows: Rows, generator: np.random.Generator, draws: int = DRAWS) -> Fig
     def again(chosen: Groups) -> float:
         return float(per[0, used[chosen]].sum() / max(per[1, used[chosen]].sum(), 1e-300))
 
-    interval = half_samples(again, len(used), generator, draws)
+    interval = half_samples(again, len(used), generator, draws, (0.0, np.inf))
     return figure(value, interval, np.array(null), "rows exchanged across the axis", "small")

@@ -113,13 +113,13 @@ class Vocabulary:
         if axes is None:
             from matplotlib.figure import Figure
 
-            axes = Figure(figsize=(5, 0.3 * len(part) + 1), layout="constrained").add_subplot()
+            axes = Figure(figsize=(5.5, 0.3 * len(part) + 1.2), layout="constrained").add_subplot()
         edge = float(part["random_edge"].iloc[0])
         colours = ["tab:orange" if value > 0 else "tab:blue" for value in part["logit"]]
         axes.barh([ascii(token)[1:-1] for token in part["token"]], part["logit"], color=colours)
         for side in (-edge, edge):
             axes.axvline(side, color="grey", linestyle=":")
-        axes.set_xlabel("logit per unit step; dotted: 95 % of random directions, largest token")
+        axes.set_xlabel("logit per unit step\ndotted: 95 % of random directions' largest token")
         axes.set_title(f"{head}: what its values are pushed to say")
         return axes
 

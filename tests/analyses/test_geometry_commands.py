@@ -73,6 +73,7 @@ def test_manifold_reads_a_model_and_leaves_bases_that_load(folder: Path, own: Pa
     assert code == 0, err
     assert "p: at most" in printed
     assert "de-quantised" in printed
+    assert "15 sequences say little" in printed
     table = pd.read_parquet(out / "manifold.parquet")
     assert table["site"].unique().tolist() == ["L0", "L1"]
     assert table["p"].dropna().ge(1 / 201 - 1e-12).all()
