@@ -20,6 +20,10 @@ __version__ = "0.1.0"
 _WHERE = {
     "Watch": ".probe.watch",
     "watch": ".probe.watch",
+    "TensorBoardLogger": ".probe.loggers",
+    "WandbLogger": ".probe.loggers",
+    "TrainerHook": ".hooks.training",
+    "LightningHook": ".hooks.training_lightning",
     "verify": ".probe.verify",
     "law": ".probe.law",
     "expose": ".hooks.handwritten",
@@ -50,7 +54,10 @@ if TYPE_CHECKING:
         UnsupportedFamily,
         UnsupportedKernel,
     )
+    from .hooks.training import TrainerHook
+    from .hooks.training_lightning import LightningHook
     from .probe.law import law
+    from .probe.loggers import TensorBoardLogger, WandbLogger
     from .probe.state import State
     from .probe.verify import verify
     from .probe.watch import Watch, watch
@@ -60,13 +67,17 @@ __all__ = [
     "BadRequest",
     "ClosedWatch",
     "LawViolated",
+    "LightningHook",
     "MergeRefused",
     "NoAttentionSeen",
     "NoGradientReached",
     "ProbeError",
     "State",
+    "TensorBoardLogger",
+    "TrainerHook",
     "UnsupportedFamily",
     "UnsupportedKernel",
+    "WandbLogger",
     "Watch",
     "__version__",
     "expose",

@@ -8,6 +8,7 @@ Shapes: n episodes, L positions, H heads, V value width.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +75,10 @@ def analyze_tunnel(
     model = model.eval().requires_grad_(False)
     drawn = tunnel.sample(episodes, torch.Generator().manual_seed(seed))
     told = {"task": name, "texts": [f"{episodes} fresh episodes, seed {seed}"], "window_tokens": drawn.tokens.shape[1]}
+    told |= {"texts_digest": _digest(drawn.tokens.tolist()), "tokenizer_digest": _digest(tunnel.vocabulary)}
     run = collect(
         model,
-        batches(drawn, 32),
+        ((batch, None) for batch in batches(drawn, 32)),
         episodes,
         tokenizer=Names(tunnel.vocabulary),
         name=name,
@@ -157,6 +159,10 @@ def _explained(values: Array, truth: Array, generator: np.random.Generator) -> t
     observed = score(target)
     null = [score(_exchanged(target, generator)) for _ in range(DRAWS)]
     return observed, (1 + sum(draw >= observed for draw in null)) / (DRAWS + 1)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 class _Values:

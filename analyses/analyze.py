@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,8 @@ from .. import __version__
 from ..hooks.refusals import BadInput, NoGradientReached
 from ..probe.watch import Watch, watch
 from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
+from .objective import NEXT_TOKEN, Objective
+from .stored import FORMAT
 
 WINDOW = 256  # tokens in a window unless asked otherwise: enough sequences for an interval, from a page of text
 LOGITS = 1 << 27  # logits held at once
@@ -35,11 +38,18 @@ class Run:
     tokens: pd.DataFrame
     edges: pd.DataFrame
     updates: pd.DataFrame
+    sequences: pd.DataFrame
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
     def frames(self) -> dict[str, pd.DataFrame]:
-        return {"heads": self.heads, "tokens": self.tokens, "edges": self.edges, "updates": self.updates}
+        return {
+            "heads": self.heads,
+            "tokens": self.tokens,
+            "edges": self.edges,
+            "updates": self.updates,
+            "sequences": self.sequences,
+        }
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -87,15 +97,17 @@ def analyze(
     name: str,
     batch_size: int | None = None,
     edges: int = 64,
+    asked: Objective = NEXT_TOKEN,
     progress: Progress | None = None,
     record: dict[str, Any] | None = None,
 ) -> Run:
-    """Run the model over windows of text, mean cross-entropy as the loss, and collect every head.
+    """Run the model over windows of text and collect every head.
 
     Args:
         model: a causal language model; it is not changed, and best frozen (no weight gradients).
         items: windows of `cut`.
         batch_size: windows at once (default: as many as keep the logits small).
+        asked: the loss, and the positions that it is taken at; mean cross-entropy of every next token by default.
         progress: told (windows done, windows in all, note).
 
     Raises:
@@ -106,10 +118,22 @@ def analyze(
     size = batch_size or max(1, min(16, LOGITS // (vocabulary * longest)))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     found = {"texts": sorted({window.source for window in items}), "window_tokens": longest, "batch_size": size}
-    groups = batches(items, size, padding)
-    told = {**found, **(record or {})}
+    offset = int(start_token(tokenizer) is not None)
+    groups = [
+        asked.apply(batch, items[place * size : (place + 1) * size], offset)
+        for place, batch in enumerate(batches(items, size, padding))
+    ]
+    told = {**found, **identified(items, tokenizer), **(record or {})}
     run = collect(
-        model, groups, len(items), tokenizer=tokenizer, name=name, edges=edges, progress=progress, record=told
+        model,
+        [group for group in groups if group[0].count],
+        len(items),
+        tokenizer=tokenizer,
+        name=name,
+        edges=edges,
+        asked=asked,
+        progress=progress,
+        record=told,
     )
     if (run.heads["kind"] == "encoder_self").any():
         raise BadInput(
@@ -119,35 +143,45 @@ def analyze(
     return run
 
 
+def identified(items: Sequence[Window], tokenizer: Any) -> dict[str, str]:
+    """What tells texts and tokenizers apart: digests of the token ids and of the vocabulary."""
+    ids = hashlib.sha256(repr(sorted((window.source, window.start, window.ids) for window in items)).encode())
+    vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode())
+    return {"texts_digest": ids.hexdigest()[:16], "tokenizer_digest": vocabulary.hexdigest()[:16]}
+
+
 def collect(
     model: nn.Module,
-    groups: Iterable[Batch],
+    groups: Iterable[tuple[Batch, Tensor | None]],
     windows: int,
     *,
     tokenizer: Any,
     name: str,
     edges: int = 64,
+    asked: Objective = NEXT_TOKEN,
     progress: Progress | None = None,
     record: dict[str, Any] | None = None,
 ) -> Run:
-    """Watch every head over batches whose targets are aligned with the output; see `analyze`."""
+    """Watch every head over batches whose targets are aligned with the output, each with what its targets are held
+    against; see `analyze`.
+    """
     device = next(model.parameters()).device
     began = time.monotonic()
     total, targets, tokens, done = 0.0, 0, 0, 0
-    with watch(model, detail="edges", edges=edges, tokenizer=tokenizer) as seen:
-        for batch in groups:
+    with watch(model, detail="edges", edges=edges, tokenizer=tokenizer, singly=True) as seen:
+        for batch, against in groups:
             ids, mask = batch.ids.to(device), batch.mask.to(device)
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             if seen.error is not None:  # before a backward that the kernel may not have
                 raise seen.error
-            loss = cross_entropy(logits, batch.targets.to(device))
+            loss = asked.summed(logits, batch.targets.to(device), against)
             if loss.requires_grad:  # else no attention was seen, and the step says so
                 (loss / batch.count).backward()
             seen.step(loss_weight=1 / batch.count)
             total, targets, done = total + loss.item(), targets + batch.count, done + len(ids)
             tokens += int(batch.mask.sum())
             if progress is not None:
-                progress(done, windows, f"loss {total / targets:.3f} nats")
+                progress(done, windows, f"loss {total / targets:.3f} {asked.unit.split()[0]}")
     heads = seen.heads(intervals=True)
     if (heads["status"].astype(str).str.startswith("no gradient")).all():
         raise NoGradientReached("No gradient reached any head; the loss does not depend on attention.")
@@ -156,13 +190,16 @@ def collect(
         seen.tokens(),
         seen.edges(edges),
         seen.updates(),
+        seen.sequences(),
         {
             **_record(model, seen, name),
             "windows": windows,
             "tokens": tokens,
             "targets": targets,
             "loss": total / targets,
-            "loss_unit": "nats per target",
+            "loss_kind": asked.loss,
+            "loss_targets": asked.targets,
+            "loss_unit": asked.unit,
             "loss_reduction": "mean over targets; u divided by 1/targets, so numbers are per summed loss",
             "seconds": round(time.monotonic() - began, 2),
             **(record or {}),
@@ -174,7 +211,7 @@ def _record(model: nn.Module, seen: Watch, name: str) -> dict[str, Any]:
     libraries = ("torch", "transformers", "pandas", "numpy")
     config: Any = getattr(model, "config", None)
     return {
-        "format": 1,
+        "format": FORMAT,
         "advantage_probe": __version__,
         "versions": {"python": platform.python_version()} | {library: version(library) for library in libraries},
         "model": name,

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .geometry_commands import register as register_geometry
+from .run_commands import add_run_commands
+from .training_commands import dynamics, em
 from .wind_tunnels.commands import app as tunnel_app
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ app = typer.Typer(
 
 app.add_typer(tunnel_app, name="tunnel")
 register_geometry(app)
+add_run_commands(app)
+app.command()(em)
+app.command()(dynamics)
 
 Model = Annotated[str | None, typer.Argument(help="A local folder or a hub name; leave out with --example.")]
 Text = Annotated[
@@ -128,6 +133,10 @@ def analyze(
     window: Window = None,
     batch_size: BatchSize = None,
     attention: Attention = None,
+    targets: Annotated[
+        str, typer.Option("--targets", help="all, last (of every window), or a CSV file of positions.")
+    ] = "all",
+    loss: Annotated[str, typer.Option("--loss", help="ce, or logit-diff: the target's logit less another's.")] = "ce",
     edges: Annotated[int, typer.Option("--edges", min=1, help="Pairs to keep per head and direction.")] = 64,
     top: Annotated[int, typer.Option("--top", min=1, help="Heads to print.")] = 12,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in --out.")] = False,
@@ -137,12 +146,17 @@ def analyze(
 
     Example: advantage-probe analyze openai-community/gpt2 --text book.txt --out gpt2-book
     """
+    from ..hooks.refusals import BadInput
     from . import analyze as job
+    from .corpus import start_token
     from .export import check_out
     from .loading import load
+    from .objective import objective
 
     check_out(out, overwrite=overwrite)
     if example is not None and model is None and example in _tunnels():
+        if (targets, loss) != ("all", "ce"):
+            raise BadInput("A tunnel has targets and a loss of its own; leave --targets and --loss out.")
         _analyze_tunnel(example, text, out, edges=edges, top=top, overwrite=overwrite, as_json=as_json)
         return
     source, texts, name = _source(model, text, example)
@@ -150,6 +164,8 @@ def analyze(
         loaded = load(source, dtype=dtype, device=device, implementation=attention)
         note(1, 1, name)
     items = job.cut(texts, loaded.model, loaded.tokenizer, length=window, most=max_tokens)
+    offset = int(start_token(loaded.tokenizer) is not None)
+    asked = objective(loss, targets, [title for title, _ in texts], loaded.tokenizer, items, offset)
     with _progress("analysing", len(items)) as note:
         run = job.analyze(
             loaded.model,
@@ -158,6 +174,7 @@ def analyze(
             name=name,
             batch_size=batch_size,
             edges=edges,
+            asked=asked,
             progress=note,
             record={"revision": loaded.revision},
         )
@@ -217,7 +234,7 @@ def _show(run: Run, out: Path, *, top: int, as_json: bool) -> None:
         print(json.dumps(jsonable({"record": run.record, "heads": run.heads.to_dict("records")})))
         return
     _print_heads(run, top)
-    print(f"\nreport: {out / 'report.html'}\ntables: {out}/{{heads,tokens,edges,updates}}.{{parquet,csv}}")
+    print(f"\nreport: {out / 'report.html'}\ntables: {out}/{{heads,tokens,edges,updates,sequences}}.{{parquet,csv}}")
 
 
 def _print_heads(run: Run, top: int) -> None:

@@ -75,8 +75,16 @@ def context_of(model: nn.Module) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return value - _position_offset(model)
     return None
+
+
+def _position_offset(model: nn.Module) -> int:
+    """Rows of the position table that no token uses: families after RoBERTa count positions from the padding id on."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.padding_idx + 1
+    return 0
 
 
 def encode(text: str, source: str, tokenizer: Any, model: nn.Module) -> list[int]:

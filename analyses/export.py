@@ -82,6 +82,44 @@ def check_out(out: Path, *, overwrite: bool = False) -> None:
         raise BadInput(f"{str(parent)!r} cannot be written ({reason}); choose another folder with --out.") from error
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields a file beside `path` to write; a reader of `path` sees what was there before, or all of it.
+
+    Raises:
+        BadInput: when it cannot be written; nothing is left behind.
+    """
+    partial: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
+        os.close(handle)
+        partial = Path(name)
+        partial.chmod(0o644)
+        yield partial
+        os.replace(partial, path)
+    except OSError as error:
+        raise BadInput(f"{str(path)!r} could not be written ({error.strerror or error}).") from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+
+
+def write_text(text: str, path: Path) -> None:
+    """A UTF-8 file, whole or not at all; raises `BadInput` as `whole_file`."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """One frame as .csv or .parquet by its ending, whole or not at all; raises `BadInput` as `whole_file`."""
+    with whole_file(path) as partial:
+        if path.suffix == ".parquet":
+            table.to_parquet(partial, index=False)
+        else:
+            _strings(table, _inert).to_csv(partial, index=False, encoding="utf-8", lineterminator="\n")
+
+
 def _strings(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
     """A copy in which `change` was applied to every string, also inside categoricals."""
     changed = {}

@@ -15,17 +15,18 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import override
-from .call import AttentionCall, CallSite, Needs, Receiver
+from .call import AttentionCall, CallSite, FusingReceiver, Needs, Receiver
 from .forward import Forward, Frame, looks_padded, takes_inputs
 from .packing import Packing
 from .recomputation import Decision, Recomputations
 from .refusals import UnsupportedKernel
+from .remembered import forget
 from .running import Running
 from .site import Kind, Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked
@@ -134,6 +135,7 @@ class Attachment:
     def close(self) -> None:
         """Stop listening. Everything is put back now, or as soon as no checkpointed call awaits its backward."""
         self.open = False
+        forget()
         with _lock:
             self._guard()
         self._settle()
@@ -174,6 +176,7 @@ class Attachment:
                 "counted like text; pass attention_mask.",
                 stacklevel=2,
             )
+        forget()
         return Forward(self._forwards, torch.is_grad_enabled(), self.reaches(), top)
 
     def _current(self, module: nn.Module) -> Forward:
@@ -289,6 +292,12 @@ class Attachment:
             # a backward inside an autocast region must not compute the law in half precision
             with torch.autocast(call.upstream.device.type, enabled=False):
                 self.receiver.receive(call)
+
+    def fuse(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not self.open:
+            return None
+        with torch.autocast(call.upstream.device.type, enabled=False):
+            return cast(FusingReceiver, self.receiver).receive_fused(call)
 
     def fail(self, error: Exception) -> None:
         """An error of ours never reaches the user's backward: the attachment closes and the receiver keeps it."""

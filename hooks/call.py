@@ -20,13 +20,16 @@ from .visibility import Visibility
 
 @dataclass(frozen=True)
 class Needs:
-    """What a receiver wants of a call.
+    """What a receiver wants of a call, beside u = ∂L/∂(head output).
 
-    `inputs`: beside u = ∂L/∂(head output) the gradients of query, key and value. `editor`: to see the call in the forward
-    pass and put other values or outputs in their place, instead of any gradient.
+    Attributes:
+        inputs: the gradients of query, key and value as the kernel computes them.
+        fused: to compute them itself, in `receive_fused`, where the call allows it.
+        editor: to see the call in the forward pass and put other values or outputs in their place, instead of any gradient.
     """
 
     inputs: bool = False
+    fused: bool = False
     editor: Editor | None = None
 
 
@@ -118,3 +121,12 @@ class Receiver(Protocol):
 
     def refuse(self, error: Exception) -> None:
         """Told that something could not be read; raised by the receiver at the next step or read."""
+
+
+class FusingReceiver(Receiver, Protocol):
+    """A receiver that answers `Needs(fused=True)`."""
+
+    def receive_fused(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Handed the call in the backward pass where `Needs.fused` was answered; returns ∂L/∂ of query (B,H,Q,D), key
+        (B,K,S,D) and value (B,K,S,V). When it raises, the kernel is run again for them.
+        """

@@ -130,14 +130,15 @@ class Sequences:
     added: tuple[str, ...] = ()
 
 
-def _digest(*parts: bytes) -> int:
+def digest(*parts: bytes) -> int:
+    """A 64-bit number that is the same for the same bytes, anywhere."""
     return int.from_bytes(hashlib.blake2b(b"\0".join(parts), digest_size=8).digest(), "little")
 
 
 def _identities(top: Frame | None, batch: int) -> tuple[int, ...]:
     """A number per batch row from the ids the forward was given (padding left out), else from its first input."""
     if top is None or not top.inputs:
-        return tuple(_digest(b"row", str(row).encode()) for row in range(batch))
+        return tuple(digest(b"row", str(row).encode()) for row in range(batch))
     source = top.ids if top.ids is not None else top.inputs[0]
     source = source.detach().to("cpu")
     if source.dim() == 0:
@@ -149,12 +150,12 @@ def _identities(top: Frame | None, batch: int) -> tuple[int, ...]:
         if mask is not None and top.ids is not None and mask.shape == source.shape:
             values = values[mask[row]]
         values = values.to(torch.int64) if not values.is_floating_point() else values.to(torch.float32)
-        numbers.append(_digest(values.contiguous().numpy().tobytes()))
+        numbers.append(digest(values.contiguous().numpy().tobytes()))
     if len(numbers) == batch:
         return tuple(numbers)
     if batch % len(numbers) == 0:  # windows or images of one sequence lie next to each other
         return tuple(number for number in numbers for _ in range(batch // len(numbers)))
-    whole = _digest(*(str(number).encode() for number in numbers))
+    whole = digest(*(str(number).encode() for number in numbers))
     return (whole,) * batch
 
 

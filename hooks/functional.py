@@ -99,7 +99,7 @@ def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         def run(*used: Tensor) -> tuple[Tensor, None]:
             tensors = [
-                mine if new is old else new.reshape(*mine.shape[:-2], *new.shape[-2:])
+                mine if new is old else _as_given(new, mine, query)
                 for new, old, mine in zip(used, (q, k, v), (query, key, value))
             ]
             return _heads_first(original(*tensors, *args, **kwargs)).transpose(1, 2), None
@@ -140,8 +140,18 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor[:, None] if tensor.dim() == 3 else tensor.flatten(0, -4)
 
 
+def _as_given(new: Tensor, given: Tensor, query: Tensor) -> Tensor:
+    """A tensor with four axes in the shape in which the user gave it, or in the query's where that was broadcast."""
+    if new.shape[:-2].numel() == given.shape[:-2].numel():
+        return new.reshape(*given.shape[:-2], *new.shape[-2:])
+    return new.reshape(*query.shape[:-3], *new.shape[1:]) if query.dim() > 3 else new
+
+
 def _four_axes(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The three with four axes; leading axes that the kernel would broadcast are written out."""
+    if max(tensor.dim() for tensor in (query, key, value)) > 4:
+        leading = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in (query, key, value)))
+        query, key, value = (tensor.expand(*leading, *tensor.shape[-3:]) for tensor in (query, key, value))
     q, k, v = (_heads_first(tensor) for tensor in (query, key, value))
     batch = max(tensor.shape[0] for tensor in (q, k, v))
     heads = q.shape[1]
@@ -175,12 +185,15 @@ def _kind(running: Running | None, query: Tensor, key: Tensor, given: dict[str, 
     return "encoder_self" if queries == keys - added else "cross"
 
 
-def _mask(mask: Tensor | None, axes: int = 4) -> Tensor | None:
-    """(B, H, Q, S) or what broadcasts to it, of a mask that broadcasts to a query of so many axes."""
+def _mask(mask: Tensor | None, leading: torch.Size | None = None) -> Tensor | None:
+    """(B, H, Q, S) or what broadcasts to it, of a mask that broadcasts to a query with these axes before the last two."""
     if mask is None:
         return None
+    axes = 4 if leading is None else len(leading) + 2
     while mask.dim() < 4:
         mask = mask[:, None] if mask.dim() == 3 and axes == 3 else mask[None]
+    if leading is not None and axes > 4 and any(size != 1 for size in mask.shape[:-3]):
+        mask = mask.expand(*leading[:-1], *mask.shape[-3:])
     return mask.flatten(0, -4)
 
 
@@ -211,7 +224,7 @@ def read(
         Structure(causal),
         scale,
         dropout=dropout,
-        mask=_mask(mask, given_query.dim()),
+        mask=_mask(mask, given_query.shape[:-2]),
         replay=replay(query.device, dropout, causal, scale) if dropout and not hidden else None,
         hidden=hidden,
         added=added,

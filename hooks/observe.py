@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .attachment import Plan
 from .call import AttentionCall, CallSite, Editor
+from .fused import fusable, fused
 from .refusals import ProbeError
 from .running import stacks
 from .tap import Delivery, Replay, tap_inputs, tap_output
@@ -168,8 +169,58 @@ def observe(
         run: the original kernel on these three; returns the output (B,Q,H,V) and its second result.
         read: the call's other arguments.
     """
+    if len(plans) == 1 and plans[0].needs.fused:
+        output = _fused(plans[0], query, key, value, run, read)
+        if output is not None:
+            return output, None
     observation = Observation(plans, query, key, read)
     return observation.complete(value, lambda last: run(observation.query, observation.key, last))
+
+
+def _fused(
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]],
+    read: Callable[[], Reading],
+) -> Tensor | None:
+    """The output behind a backward of the receiver's own; None where the kernel has to keep its backward."""
+    wanting = query.requires_grad or key.requires_grad or value.requires_grad
+    if not wanting or plan.call is not None or plan.hooked or plan.deferred:
+        return None
+    try:
+        reading = read()
+    except ProbeError:
+        return None
+    plainly = reading.softcap is None and reading.sinks is None and reading.late is None and not reading.dropout
+    if not plainly or reading.weights or reading.hidden:
+        return None
+    call = site_of(plan, reading, query, key)
+    visibility = Visibility(
+        reading.structure,
+        query.shape[2],
+        key.shape[2],
+        reading.mask,
+        reading.bias,
+        call.sequences.query_rows,
+        len(reading.added),
+        plan.site.kind != "cross",
+    )
+    if not fusable(visibility, query.shape[0], reading.mask, reading.bias):
+        return None
+    heads, group, attachment = query.shape[1], query.shape[1] // key.shape[1], plan.attachment
+    attachment.receiver.seen(call, heads, group, True)
+    others = {name: part for name, part in (("mask", reading.mask), ("bias", reading.bias)) if part is not None}
+    parts = ("output", "query", "key", "value", *others)
+    delivery = Delivery(
+        call, reading.structure, parts, attachment.deliver, attachment.fail, attachment.passed, inputs=False
+    )
+    stacks.calls.append(None)
+    try:
+        return fused(delivery, attachment.fuse, run, query, key, value, *others.values())
+    finally:
+        stacks.calls.pop()
 
 
 def site_of(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSite:

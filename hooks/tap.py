@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall, CallSite
+from .refusals import UnsupportedKernel
 from .visibility import Structure, Visibility
 
 Deliver = Callable[[AttentionCall], None]
@@ -133,7 +134,7 @@ class _OutputTap(torch.autograd.Function):
                 else:
                     delivery.deliver(call)
         except Exception as error:
-            delivery.fail(error)
+            delivery.fail(_named(error, delivery.call))
         delivery.pending = _graph_kept()
         delivery.passed()
         return None, None, upstream, *unused
@@ -156,6 +157,16 @@ class _InputTap(torch.autograd.Function):
         except Exception as error:
             delivery.fail(error)
         return None, None, None, *gradients
+
+
+def _named(error: Exception, call: CallSite) -> Exception:
+    """The refusal for a tensor that was overwritten after the kernel returned it; other errors as they are."""
+    if isinstance(error, RuntimeError) and "inplace operation" in str(error):
+        return UnsupportedKernel(
+            f"{call.site.module or 'The model'} changes queries, keys, values or head output in place after attention, so "
+            "that what the kernel used is gone; write the change out of place (y = y * 2, not y *= 2)."
+        )
+    return error
 
 
 def _graph_kept() -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .remembered import remembered
+
 
 def shows(mask: Tensor) -> Tensor:
     """Where a float mask, which is added to the scores, leaves a key visible.
@@ -138,10 +140,18 @@ class Visibility:
         """
         if self.rows is not None:
             return self.rows.to(device)
-        own = torch.ones(batch, self.queries, dtype=torch.bool, device=device)
         if self.mask is None:
-            return own
+            return torch.ones(batch, self.queries, dtype=torch.bool, device=device)
+        return remembered(("counted", self._shape, batch), (self.mask,), lambda: self._counted(batch, device))
+
+    @property
+    def _shape(self) -> tuple[object, ...]:
+        return self.structure, self.queries, self.keys, self.added, self.paired
+
+    def _counted(self, batch: int, device: torch.device) -> Tensor:
+        own = torch.ones(batch, self.queries, dtype=torch.bool, device=device)
         mask = self.mask
+        assert mask is not None
         if self.paired and self.queries == self.keys - self.added and mask.shape[-1] == self.keys:
             own_entry = mask[..., 0, : self.queries] if mask.shape[-2] == 1 else mask.diagonal(dim1=-2, dim2=-1)
             shown = own_entry if mask.dtype == torch.bool else shows(own_entry)
@@ -166,11 +176,16 @@ class Visibility:
                 some[:, span] &= seen.any(dim=-1).any(dim=1).expand(batch, -1)
         return some
 
-    def _met(self, batch: int, device: torch.device) -> Tensor:
-        """(B, S): keys that any query sees."""
+    def _met(self, batch: int, device: torch.device, rows: Tensor | None = None) -> Tensor:
+        """(B, S): keys that any query sees, or any of `rows` (B, Q)."""
         met = torch.zeros(batch, self.keys, dtype=torch.bool, device=device)
-        for _, seen in self._rows(device):
-            met |= torch.ones_like(met) if seen is None else seen.flatten(1, 2).any(1).expand(batch, self.keys)
+        for span, seen in self._rows(device):
+            if seen is None:
+                met |= torch.ones_like(met)
+                continue
+            if rows is not None:
+                seen = seen & rows[:, None, span, None]
+            met |= seen.flatten(1, 2).any(1).expand(batch, self.keys)
         return met
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -180,10 +195,18 @@ class Visibility:
         return torch.arange(self.queries, device=device) + offset, torch.arange(self.keys, device=device)
 
     def first_key(self, key_rows: Tensor | None, batch: int, device: torch.device) -> Tensor:
-        """(B,) position of the first key of each sequence that is not padding."""
+        """(B,) position of the first key of each sequence that is not padding: by the padding mask where there is one,
+        else the first that a query which counts can see.
+        """
         if key_rows is None:
-            return torch.zeros(batch, dtype=torch.long, device=device)
+            if self.mask is None:
+                return torch.zeros(batch, dtype=torch.long, device=device)
+            return remembered(("first key", self._shape, batch), (self.mask,), lambda: self._first(batch, device))
         return key_rows.to(device).to(torch.uint8).argmax(dim=1).expand(batch)
+
+    def _first(self, batch: int, device: torch.device) -> Tensor:
+        met = self._met(batch, device, self.counted(batch, device))
+        return met[:, : self.keys - self.added].to(torch.uint8).argmax(dim=1)
 
     def one_sided(self) -> bool:
         """True when no query sees a key that comes after it, and every key has a position."""
@@ -195,6 +218,10 @@ class Visibility:
         """True when the mask hides from every query the tokens that come after it."""
         if self.mask is None or self.mask.shape[-2] != self.queries or self.queries == 1:
             return False
+        return remembered(("ordered", self._shape), (self.mask,), self._ordered)
+
+    def _ordered(self) -> bool:
+        assert self.mask is not None
         own, other = self.positions(self.mask.device)
         shown = self.mask if self.mask.dtype == torch.bool else shows(self.mask)
         tokens = self.keys - self.added
@@ -221,6 +248,12 @@ class Visibility:
             total.index_add_(1, seen, share)  # row i reaches keys 0 … n_i − 1
             uniform = total.flip(1).cumsum(1).flip(1)[:, 1:]
             return seen[None, None].expand(batch, 1, -1), uniform[:, None]
+        return remembered(
+            ("counts", self._shape, batch), (self.mask, counted), lambda: self._counts(batch, counted, device)
+        )
+
+    def _counts(self, batch: int, counted: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        structure = self.structure
         heads = self.mask.shape[1] if self.mask is not None else 1
         seen = torch.zeros(batch, heads, self.queries, dtype=torch.long, device=device)
         uniform = torch.zeros(batch, heads, self.keys, dtype=torch.float64, device=device)

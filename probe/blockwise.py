@@ -17,6 +17,7 @@ from torch import Tensor
 from ..hooks.call import AttentionCall
 from ..hooks.refusals import BadRequest, UnsupportedKernel
 from ..hooks.visibility import HIDDEN
+from . import registers
 from .edges import Edges, join, of_block, strongest
 from .vectors import Vectors
 
@@ -65,19 +66,30 @@ def block_sizes(batch: int, heads: int, queries: int, keys: int, entries: int) -
     return max(1, min(batch, entries // max(1, r * keys * heads))), h, r
 
 
-def vectors(call: AttentionCall, *, edges: int = 0, tokens: bool = True, entries: int = BLOCK_ENTRIES) -> Vectors:
+def vectors(
+    call: AttentionCall,
+    *,
+    edges: int = 0,
+    tokens: bool = True,
+    gradients: bool = False,
+    entries: int = BLOCK_ENTRIES,
+) -> Vectors:
     """Both laws for every query row and every key of `call`.
 
     Args:
         call: one attention call.
         edges: how many of the strongest score gradients of either direction to keep per batch row and head.
         tokens: also what only token rows show, `spread`; without it that is 0.
+        gradients: also ∂L/∂q and ∂L/∂k, for calls whose every row counts and that have no cap.
         entries: upper bound on the scores that are held at once.
 
     Raises:
         BadRequest: for a block size that is not positive. UnsupportedKernel: for dtypes without a gradient.
     """
-    work = _Pass(call, edges, tokens)
+    compute_dtype(call)  # refuses what has no gradient
+    if not edges and not gradients and entries == BLOCK_ENTRIES and registers.usable(call):
+        return registers.vectors(call, tokens=tokens)
+    work = _Pass(call, edges, tokens, gradients)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
     routed, anti_routed = [], []
@@ -91,10 +103,33 @@ def vectors(call: AttentionCall, *, edges: int = 0, tokens: bool = True, entries
     return work.finish((join(routed, 0), join(anti_routed, 0)) if routed else None)
 
 
+def correlation(
+    live: Tensor,
+    n: Tensor,
+    mass: Tensor,
+    expected: Tensor,
+    less_sum: Tensor,
+    less_square: Tensor,
+    variation: Tensor,
+    less_mean: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(aligned, alignment) of rows: Pearson correlation of α_i and A_i over V_i, 0 where one of them does not vary.
+
+    Args, rows all: live, n_i, Σ_j α, E_i; over V_i, with b − E = −A: Σ (b − E), Σ (b − E)², Σ (α − mean)², Σ α (b − E).
+    """
+    less_variation = (less_square - less_sum.square() / n).clamp(min=0)
+    covariance = mass * less_sum / n - less_mean  # Σ_j (α − ᾱ) A
+    tiny = torch.finfo(less_sum.dtype).eps  # of a square; below, a correlation would be one of rounding errors
+    aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
+    aligned = aligned & (less_variation > tiny * (less_square + 2 * expected * less_sum + n * expected.square()))
+    product = torch.where(aligned, (variation * less_variation).sqrt(), 1.0)
+    return aligned, torch.where(aligned, covariance / product, 0.0)
+
+
 class _Pass:
     """The sums of one call, filled block by block."""
 
-    def __init__(self, call: AttentionCall, edges: int, tokens: bool) -> None:
+    def __init__(self, call: AttentionCall, edges: int, tokens: bool, gradients: bool) -> None:
         self.call, self.edges, self.tokens = call, edges, tokens
         self.dtype, device = compute_dtype(call), call.query.device
         self.batch, self.query_heads, self.queries, _ = call.query.shape
@@ -113,12 +148,19 @@ class _Pass:
         )
         self.aligned = torch.zeros(*shape, self.queries, dtype=torch.bool, device=device)
         self.all_live = bool(self.usable.all())
+        self.query_gradient = self.key_gradient = None
+        if gradients:
+            if not self.all_live or call.call.softcap is not None:
+                raise BadRequest("Gradients come with calls whose every row counts and that have no cap.")
+            self.query_gradient = torch.zeros(call.query.shape, dtype=self.dtype, device=device)
+            across = (*shape, call.key.shape[3], self.keys)  # as the moments: the product is faster this way round
+            self.key_gradient = torch.zeros(across, dtype=self.dtype, device=device)
         # per key: m_j, Σ_i w_ij ‖u_i‖ and Σ_i w_ij
         self.moments = torch.zeros(*shape, self.width + 2, self.keys, dtype=self.dtype, device=device)
         # only where they do not follow from the moments
         dropped, two_sided = call.weights is not None, not call.visibility.one_sided()
         self.usage = torch.zeros(*shape, self.keys, dtype=self.dtype, device=device) if dropped else None
-        self.distance = torch.zeros(shape, dtype=self.dtype, device=device) if two_sided else None
+        self.reach = torch.zeros(*shape, self.queries, dtype=self.dtype, device=device) if two_sided else None
 
     def heads(self, batch: slice, heads: slice, r: int) -> tuple[Edges, Edges] | None:
         """All blocks of some heads of some batch rows; returns their edges."""
@@ -142,6 +184,10 @@ class _Pass:
             return tensor[batch, heads].to(self.dtype).contiguous()
         owner = torch.arange(heads.start, heads.stop, device=tensor.device) // self.call.group
         return tensor[batch][:, owner].to(self.dtype)
+
+    def of_owners(self, tensor: Tensor) -> Tensor:
+        """What query heads (B,H,S,·) give to the key/value heads that they read, added up: (B,K,S,·)."""
+        return tensor if self.call.group == 1 else tensor.unflatten(1, (-1, self.call.group)).sum(2)
 
     def counted(self, tensor: Tensor, live: Tensor) -> Tensor:
         """(…, r, ·) in the dtype of the pass, 0 in rows that do not count."""
@@ -213,7 +259,7 @@ class _Pass:
         edges = None
         if self.edges:
             alive = torch.where(live[..., None], score_gradient, 0.0)
-            edges = of_block(alive, attention, -less, span.start, low, self.edges)
+            edges = of_block(alive, attention, -less, expected, span.start, low, self.edges)
         # A averages to 0 under α, so the best key has A ≥ 0 and the zeros of hidden keys never win; not so with sinks
         best = less
         if hidden is not None and call.sinks is not None:
@@ -224,6 +270,10 @@ class _Pass:
         spread = torch.linalg.vector_norm(score_gradient, ord=1, dim=-1) if self.tokens else self.zeros[place]
         if call.weights is not None:
             torch.mul(attention, less, out=buffer)
+        elif self.query_gradient is not None and self.key_gradient is not None:
+            # D is in the buffer, which is reused below; the scale is in `query`
+            self.query_gradient[place] = torch.matmul(buffer, keys).mul_(call.call.scale)
+            self.key_gradient[batch, heads, :, low:high] += torch.matmul(query.transpose(-1, -2), buffer)
         less_mean = buffer.sum(-1)  # Σ_j α (b − E): 0, up to sinks and rounding
         advantage_square = buffer.mul_(less).sum(-1)
         if self.precise:
@@ -235,18 +285,12 @@ class _Pass:
         # alignment of α_i and A_i over V_i, and the slope towards even attention
         n = self.seen[batch, :, span].clamp(min=1).to(self.dtype)
         less_sum, less_norm = less.sum(-1), torch.linalg.vector_norm(less, dim=-1)
-        less_variation = (less_norm.square() - less_sum.square() / n).clamp(min=0)
         varied = torch.sub(attention, (mass / n)[..., None], out=buffer)
         if shown is not None:
             varied[..., edge:].mul_(shown)
         variation = torch.linalg.vector_norm(varied, dim=-1).square()
-        covariance = mass * less_sum / n - less_mean  # Σ_j (α − ᾱ) A
-        tiny = torch.finfo(self.dtype).eps  # of a square; below, a correlation would be one of rounding errors
-        aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
-        aligned &= less_variation > tiny * (less_norm.square() + 2 * expected * less_sum + n * expected.square())
+        aligned, alignment = correlation(live, n, mass, expected, less_sum, less_norm.square(), variation, less_mean)
         self.aligned[place] = aligned
-        product = torch.where(aligned, (variation * less_variation).sqrt(), 1.0)
-        alignment = torch.where(aligned, covariance / product, 0.0)
 
         norm = upstream.norm(dim=-1, keepdim=True)
         rows = {
@@ -272,18 +316,18 @@ class _Pass:
         if self.usage is not None:
             counted = live[..., None].to(self.dtype)
             self.usage[batch, heads, low:high] += torch.matmul(attention.transpose(-1, -2), counted)[..., 0]
-        if self.distance is not None:
+        if self.reach is not None:
             own, other = call.visibility.positions(call.query.device)
             apart = (own[span, None] - other[None, low:high]).abs().to(self.dtype)
             apart[:, max(0, self.keys - call.visibility.added - low) :] = 0  # a column that is no token lies nowhere
             reach = torch.mul(attention, apart, out=buffer).sum(-1)
-            self.distance[batch, heads] += torch.where(live, reach, 0.0).sum(-1)
+            self.reach[place] = torch.where(live, reach, 0.0)
         return edges
 
     def finish(self, edges: tuple[Edges, Edges] | None) -> Vectors:
         call, device = self.call, self.call.query.device
         usage = self.moments[..., -1, :] if self.usage is None else self.usage
-        distance = self.distance
+        distance = None if self.reach is None else self.reach.sum(-1)
         if distance is None:  # every key lies before its query
             own, other = call.visibility.positions(device)
             mass = torch.where(self.usable, 1 - self.rows[_ROWS.index("sink")], 0.0)
@@ -294,11 +338,14 @@ class _Pass:
             blind=self.blind,
             aligned=self.aligned,
             distance=distance,
+            reach=self.reach,
             first_key=usage.gather(-1, first[:, None, None].expand(-1, self.query_heads, 1))[..., 0],
             usage=usage,
             user_norm=self.moments[..., -2, :],
             value_gradient=self.moments[..., : self.width, :].transpose(-1, -2).contiguous(),
             uniform=self.uniform,
             edges=edges,
+            query_gradient=self.query_gradient,
+            key_gradient=None if self.key_gradient is None else self.of_owners(self.key_gradient.mT),
             **dict(zip(_ROWS, self.rows)),
         )

@@ -20,6 +20,7 @@ class Edges:
 
     Attributes, all (B,H,k):
         query, key: positions. score_gradient: D_ij. attention: α_ij. advantage: A_ij.
+        compatibility: b_ij.
     """
 
     query: Tensor
@@ -27,6 +28,7 @@ class Edges:
     score_gradient: Tensor
     attention: Tensor
     advantage: Tensor
+    compatibility: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Edges:
         return Edges(*(change(getattr(self, field.name)) for field in fields(self)))
@@ -45,12 +47,13 @@ def strongest(parts: Sequence[Edges], k: int) -> Edges:
 
 
 def of_block(
-    score_gradient: Tensor, attention: Tensor, advantage: Tensor, start: int, low: int, k: int
+    score_gradient: Tensor, attention: Tensor, advantage: Tensor, expected: Tensor, start: int, low: int, k: int
 ) -> tuple[Edges, Edges]:
     """The k most negative D of a block (attention will rise: routed) and the k most positive (anti-routed).
 
     Args:
         score_gradient, attention, advantage: (b,h,r,s), for queries from `start` and keys from `low` on.
+        expected (b,h,r): E_i.
     """
     flat = score_gradient.flatten(2)
     width = score_gradient.shape[-1]
@@ -62,7 +65,8 @@ def of_block(
             index % width + low,
             sign * strength,
             attention.flatten(2).gather(-1, index),
-            advantage.flatten(2).gather(-1, index),
+            kept := advantage.flatten(2).gather(-1, index),
+            expected.gather(-1, index // width) - kept,
         )
 
     return side(-1.0), side(1.0)
@@ -79,8 +83,8 @@ def _ids(ids: Tensor | None, positions: Tensor) -> Tensor:
 class TopEdges:
     """The strongest edges of one module and use over everything that was added, per direction and head.
 
-    Each kept edge is a row of `routed` or `anti_routed` (H,k,8): place in `sequences`, query, key, score gradient,
-    attention, advantage, and the token ids of query and key (−1: no token).
+    Each kept edge is a row of `routed` or `anti_routed` (H,k,9): place in `sequences`, query, key, score gradient,
+    attention, advantage, compatibility, and the token ids of query and key (−1: no token).
     """
 
     capacity: int
@@ -90,7 +94,7 @@ class TopEdges:
 
     @classmethod
     def empty(cls, heads: int, capacity: int) -> TopEdges:
-        nothing = torch.zeros(heads, 0, 8, dtype=torch.float64)
+        nothing = torch.zeros(heads, 0, 9, dtype=torch.float64)
         return cls(capacity, nothing, nothing.clone(), [])
 
     def add(self, edges: tuple[Edges, Edges], sequences: Sequences, positions: tuple[Tensor, Tensor]) -> None:
@@ -104,7 +108,7 @@ class TopEdges:
             shown = [
                 part.gather(1, place.flatten(1)).view_as(place) for part, place in zip(positions, (new.query, new.key))
             ]
-            columns = (number, *shown, new.score_gradient, new.attention, new.advantage, *ids)
+            columns = (number, *shown, new.score_gradient, new.attention, new.advantage, new.compatibility, *ids)
             rows = torch.stack([column.double().cpu() for column in columns], -1).transpose(0, 1).flatten(1, 2)
             rows = torch.where(torch.isfinite(rows[..., 3:4]), rows, 0.0)
             sides.append(self._cut(torch.cat([kept, rows], 1)))
@@ -126,10 +130,10 @@ class TopEdges:
             side[..., 0] = place[side[..., 0].long()].double()
 
     def divide(self, weight: float) -> None:
-        """Take a factor out of u: score gradients and advantages are linear in it."""
+        """Take a factor out of u: score gradients, advantages and compatibilities are linear in it."""
         for side in (self.routed, self.anti_routed):
             side[..., 3] /= weight
-            side[..., 5] /= weight
+            side[..., 5:7] /= weight
 
     def merge(self, other: TopEdges) -> None:
         offset = len(self.sequences)

@@ -16,11 +16,11 @@ from ..hooks.forward import NON_TOKENS
 from ..hooks.site import Site
 from .edges import TopEdges
 from .state import Entry, Key, State
-from .statistics import COLUMNS, INDEX, Sums
+from .statistics import COLUMNS, INDEX, SUMS, Sums
 from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
 
 if TYPE_CHECKING:
-    from .watch import Step
+    from .steps import Step
 
 NO_SOFTMAX = "no softmax attention"
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
@@ -28,10 +28,12 @@ _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "
 _PAIRS = ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
 
 
-def _typed(table: pd.DataFrame) -> pd.DataFrame:
-    """The documented dtypes: categorical labels, nullable integers, strings, float64."""
+def _typed(table: pd.DataFrame, *, sums: bool = False) -> pd.DataFrame:
+    """The documented dtypes: categorical labels, nullable integers, strings, float64; raw sums are all float64."""
     for name in table.columns:
-        if name in _LABELS:
+        if sums and name in SUMS:
+            table[name] = table[name].astype("float64")
+        elif name in _LABELS or (sums and name == "sequence"):
             table[name] = table[name].astype("category")
         elif name in _INTEGERS or name in _PAIRS:
             table[name] = pd.array(table[name], dtype="Int64")
@@ -121,16 +123,51 @@ def heads(state: State, *, intervals: bool = False, backward: int = 0) -> pd.Dat
     return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *COLUMNS, "status"]))
 
 
-def step_heads(state: State, sums: dict[Key, Sums], skipped: bool, backward: int) -> pd.DataFrame:
-    """The heads table of one step."""
+def step_heads(state: State, rows: pd.DataFrame, backward: int) -> pd.DataFrame:
+    """The heads table of one step, from its rows of the history."""
+    keys = ["module", "use", "head"]
+    plain = {name: str for name in ("module", "label", "stack", "kind", "status") if name in rows}
+    identities = [pd.DataFrame(_identity(key, entry.heads, entry.group)) for key, entry in _ordered(state, backward)]
+    known = _stacked(identities, list(_identity(_NOBODY, 0, 1))).astype({"module": str})
+    rows = rows[rows["backward"] == backward].astype(plain)[[*keys, *COLUMNS, "status"]]
+    merged = known.merge(rows.astype({"use": "int64", "head": "int64"}), on=keys, how="inner")
+    return _typed(merged)
+
+
+def joined(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Tables of one kind below each other, with the documented dtypes."""
+    full = [table for table in tables if len(table)]
+    if not full:
+        return tables[-1]
+    if len(full) == 1:
+        return _typed(full[0])
+    plain = [table.astype({name: "object" for name in _LABELS if name in table}) for table in full]
+    return _typed(pd.concat(plain, ignore_index=True))
+
+
+HISTORY = [
+    "step",
+    "module",
+    "use",
+    "backward",
+    "head",
+    "label",
+    "layer",
+    "loss_weight",
+    "loss_scale",
+    *COLUMNS,
+    "status",
+]
+
+
+def sequences(state: State, backward: int = 0) -> pd.DataFrame:
+    """One row per sequence, module, use and head: the sums that the columns of the heads table are functions of."""
     tables = []
     for key, entry in _ordered(state, backward):
-        if key in sums:
-            table: dict[str, Any] = _identity(key, entry.heads, entry.group)
-            table |= _columns(key, sums[key].columns())
-            table["status"] = _status(sums[key], entry.reachable, skipped)
-            tables.append(pd.DataFrame(table))
-    return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *COLUMNS, "status"]))
+        for identity, sums in (entry.singly or {}).items():
+            table = {"sequence": f"{identity:016x}", **_identity(key, entry.heads, entry.group)}
+            tables.append(pd.DataFrame(table | dict(zip(SUMS, sums.numpy().T))))
+    return _typed(_stacked(tables, ["sequence", *_identity(_NOBODY, 0, 1), *SUMS]), sums=True)
 
 
 def history(steps: Sequence[Step]) -> pd.DataFrame:
@@ -153,20 +190,7 @@ def history(steps: Sequence[Step]) -> pd.DataFrame:
             table |= _columns(key, sums.columns())
             table["status"] = _status(sums, True, step.skipped)
             tables.append(pd.DataFrame(table, index=range(count)))
-    names = [
-        "step",
-        "module",
-        "use",
-        "backward",
-        "head",
-        "label",
-        "layer",
-        "loss_weight",
-        "loss_scale",
-        *COLUMNS,
-        "status",
-    ]
-    return _typed(_stacked(tables, names))
+    return _typed(_stacked(tables, HISTORY))
 
 
 def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
@@ -263,7 +287,8 @@ def edges(state: State, top: int, tokenizer: Any = None) -> pd.DataFrame:
             for direction in ("routed", "anti_routed"):
                 tables.append(_direction(key, entry.edges, direction, top, order))
     columns = ["module", "use", "head", "label", "layer", "direction", "rank", "sequence", "query_position"]
-    columns += ["key_position", "query_token_id", "key_token_id", "attention", "advantage", "score_gradient"]
+    columns += ["key_position", "query_token_id", "key_token_id", "attention", "advantage", "compatibility", "alpha_b"]
+    columns += ["score_gradient"]
     table = _stacked(tables, columns)
     for side in ("query", "key"):
         place = table.columns.get_loc(f"{side}_token_id")
@@ -289,10 +314,12 @@ def _direction(key: Key, kept: TopEdges, direction: str, top: int, order: dict[i
             "sequence": numbers[flat[:, 0].astype(int)],
             "query_position": flat[:, 1],
             "key_position": flat[:, 2],
-            "query_token_id": flat[:, 6],
-            "key_token_id": flat[:, 7],
+            "query_token_id": flat[:, 7],
+            "key_token_id": flat[:, 8],
             "attention": flat[:, 4],
             "advantage": flat[:, 5],
+            "compatibility": flat[:, 6],
+            "alpha_b": flat[:, 4] * flat[:, 6],
             "score_gradient": flat[:, 3],
         }
     )

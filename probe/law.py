@@ -167,6 +167,7 @@ def vectors(call: AttentionCall, dtype: torch.dtype | None = None) -> Vectors:
         residual=rows((received - returned).square()),
         residual_scale=rows((attention * compatible.square()).sum(-1)),
         distance=rows((attention * distance).sum(-1)).sum(-1),
+        reach=rows((attention * distance).sum(-1)),
         first_key=rows(on_first).sum(-1),
         usage=(attention * live).sum(-2),
         user_norm=(terms.weights * live * upstream.norm(dim=-1)[..., None]).sum(-2),

@@ -17,7 +17,9 @@ from . import blockwise, bootstrap
 from .edges import TopEdges
 from .statistics import DEGREE, INDEX, Sums, sequence_sums
 from .tokens import Tokens, positions, token_rows
+from .units import units
 from .updates import Updates
+from .vectors import Vectors
 
 # largest law_residual of a right reading, by the dtype in which the kernel returned its output: measured 1e-7 to 5e-6 in
 # float32; the smallest fault that was tried (a scale off by 1 %) gives 5e-4
@@ -37,7 +39,8 @@ class Key:
 class Entry:
     """What is known of one key: the sums and their companions, None where they were not asked for.
 
-    `group`: query heads per key/value head. `reachable`: False when no gradient path led to the call.
+    `group`: query heads per key/value head. `reachable`: False when no gradient path led to the call. `singly`: the sums
+    (H,C) of every sequence by its identity.
     """
 
     heads: int
@@ -47,6 +50,7 @@ class Entry:
     updates: Updates | None = None
     edges: TopEdges | None = None
     tokens: Tokens | None = None
+    singly: dict[int, torch.Tensor] | None = None
 
     def merge(self, other: Entry) -> None:
         if (self.heads, self.group) != (other.heads, other.group) and self.heads and other.heads:
@@ -68,9 +72,19 @@ class Entry:
                 setattr(self, name, None if theirs is None else theirs.copy())
             elif theirs is not None:
                 ours.merge(theirs)
+        for identity, sums in (other.singly or {}).items():
+            self.keep(identity, sums)
+
+    def keep(self, identity: int, sums: torch.Tensor) -> None:
+        """Add the sums of one sequence to what is known of it."""
+        self.singly = self.singly if self.singly is not None else {}
+        known = self.singly.get(identity)
+        self.singly[identity] = sums.clone() if known is None else known + sums
 
     def divide(self, weight: float) -> None:
         self.sums.divide(weight)
+        if self.singly is not None:
+            self.singly = {identity: sums * weight**-DEGREE for identity, sums in self.singly.items()}
         for part in (self.updates, self.edges, self.tokens):
             if part is not None:
                 part.divide(weight)
@@ -84,6 +98,7 @@ class Entry:
             self.updates and self.updates.copy(),
             self.edges and self.edges.copy(),
             self.tokens and self.tokens.copy(),
+            None if self.singly is None else {identity: sums.clone() for identity, sums in self.singly.items()},
         )
 
 
@@ -109,11 +124,21 @@ class State:
             entry.heads, entry.group, entry.sums = heads, group, Sums.empty(heads)
         entry.reachable |= reachable
 
-    def add(self, call: AttentionCall, *, edges: int = 0, tokens: bool = False, scale: float = 1.0) -> None:
-        """Add one call.
+    def add(
+        self,
+        call: AttentionCall,
+        *,
+        edges: int = 0,
+        tokens: bool = False,
+        singly: bool = False,
+        scale: float = 1.0,
+        gradients: bool = False,
+    ) -> Vectors:
+        """Add one call; returns its vectors, with ∂L/∂q and ∂L/∂k if `gradients`.
 
         Args:
             edges: how many edges per head and direction to keep; tokens: whether to keep token rows.
+            singly: whether to keep the sums of every sequence.
             scale: the loss scale that u carries; it is taken out.
 
         Raises:
@@ -121,8 +146,9 @@ class State:
         """
         if call.call.hidden:  # α is known, w is not: nothing that u enters can be said
             call, edges, tokens = replace(call, upstream=torch.zeros_like(call.upstream)), 0, False
-        rows = blockwise.vectors(call, edges=edges, tokens=tokens)
-        sums = sequence_sums(call, rows)
+        rows = blockwise.vectors(call, edges=edges, tokens=tokens, gradients=gradients)
+        found = units(call)
+        sums = sequence_sums(call, rows, found)
         heads = call.query.shape[1]
         _check(call, sums)
         entry = self.entries.setdefault(Key(call.call.site, call.call.use, call.delivery), _unseen())
@@ -133,17 +159,24 @@ class State:
         identities = call.call.sequences.identities
         entry.reachable = True
         entry.sums.imprecise = max(entry.sums.imprecise, TOLERANCE.get(call.output.dtype, 1e-4) / 10)
-        entry.sums.add(sums if scale == 1.0 else sums * scale**-DEGREE, bootstrap.weights(identities))
+        units_ = identities if found is None else found.identities
+        if scale != 1.0:
+            sums = sums * scale**-DEGREE
+        entry.sums.add(sums, bootstrap.weights(units_))
+        if singly:
+            sound = torch.isfinite(sums).all(-1).all(0)[:, None]
+            for identity, part in zip(units_, torch.where(sound, sums, 0.0), strict=True):
+                entry.keep(identity, part)
         if entry.updates is None:
             entry.updates = Updates.empty(heads, call.value.shape[-1])
         if not call.call.hidden:
             entry.updates.add(rows, scale)
         if edges and rows.edges is not None:
-            found = TopEdges.empty(heads, edges)
-            found.add(rows.edges, call.call.sequences, positions(call))
-            found.divide(scale)
+            strongest = TopEdges.empty(heads, edges)
+            strongest.add(rows.edges, call.call.sequences, positions(call))
+            strongest.divide(scale)
             entry.edges = entry.edges or TopEdges.empty(heads, edges)
-            entry.edges.merge(found)
+            entry.edges.merge(strongest)
         if tokens:
             shown = Tokens([token_rows(call, rows)])
             shown.divide(scale)
@@ -151,6 +184,7 @@ class State:
             entry.tokens.merge(shown)
         if edges or tokens:  # rows name their sequence; sums do not, and a long training would fill the memory
             self.sequences.update(dict.fromkeys(identities))
+        return rows
 
     def merge(self, other: State) -> None:
         """Add a state of other sequences of the same model."""

@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, K key/value heads, S key positions, V value widt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from ..hooks.call import AttentionCall
 from ..hooks.refusals import MergeRefused
 from . import bootstrap
+from .units import Units, split
 from .vectors import Vectors
 
 # stored sum → degree in u
@@ -56,11 +57,14 @@ DEGREE = torch.tensor(list(SUMS.values()), dtype=torch.float64)
 Array = NDArray[np.float64]
 
 
-def sequence_sums(call: AttentionCall, rows: Vectors) -> Tensor:
-    """(B,H,C) float64 on the CPU: the sums of every batch row and head of one call."""
+def sequence_sums(call: AttentionCall, rows: Vectors, found: Units | None = None) -> Tensor:
+    """(B,H,C) float64 on the CPU: the sums of every sequence and head of one call; of every unit with `found`."""
+    value = call.value
+    if found is not None:
+        value, rows = split(call, rows, found)
     m, counted = rows.value_gradient, rows.counted
     batch, heads, keys, _ = m.shape
-    value = call.value.to(m.dtype)
+    value = value.to(m.dtype)
     used = (rows.uniform > 0).expand(batch, -1, keys)
     queries = counted.sum(-1)
     norm = m.norm(dim=-1)
@@ -230,12 +234,12 @@ WITHOUT_WEIGHTS = (
 )
 
 
-def columns(sums: Array) -> dict[str, Array]:
-    """The columns of the heads table from sums (…,C); NaN where nothing was counted, or dropout was hidden."""
+def columns(sums: Array, names: Sequence[str] = COLUMNS) -> dict[str, Array]:
+    """Columns of the heads table from sums (…,C); NaN where nothing was counted, or dropout was hidden."""
     counted = sums[..., INDEX["queries"]] > 0
     known = counted & (sums[..., INDEX["hidden_queries"]] == 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        table = {name: define(lambda part: sums[..., INDEX[part]]) for name, define in _COLUMNS.items()}
+        table = {name: define(lambda part: sums[..., INDEX[part]]) for name in names for define in (_COLUMNS[name],)}
     return {
         name: values if name == "queries" else np.where(counted if name in WITHOUT_WEIGHTS else known, values, np.nan)
         for name, values in table.items()

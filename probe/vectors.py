@@ -27,6 +27,9 @@ class Vectors:
         distance: Σ_ij α_ij |position_i − position_j|. first_key: Σ_i α_{i,f}.
     Keys, (B,H,S): usage: N_j = Σ_i α_ij. user_norm: Σ_i w_ij ‖u_i‖. value_gradient (B,H,S,V): m_j = Σ_i w_ij u_i.
         uniform (B,1 or H,S): usage if every row spread evenly over its visible keys.
+    reach (B,H,Q): Σ_j α_ij |position_i − position_j|, None in the block pass where `distance` follows from usage, because
+        every key lies before its query.
+    query_gradient (B,H,Q,D), key_gradient (B,K,S,D): ∂L/∂q and ∂L/∂k, where asked for.
     edges: the strongest score gradients, where asked for: (towards attention, away from attention).
     """
 
@@ -51,7 +54,10 @@ class Vectors:
     user_norm: Tensor
     value_gradient: Tensor
     uniform: Tensor
+    reach: Tensor | None = None
     edges: tuple[Edges, Edges] | None = None
+    query_gradient: Tensor | None = None
+    key_gradient: Tensor | None = None
 
     def cpu(self) -> Vectors:
         """The same on the CPU."""

@@ -6,43 +6,31 @@ forwards and micro-batches that was; closing the step takes the loss weight out 
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
-import pandas as pd
-from torch import nn
+from torch import Tensor, nn
 
 from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
-from ..hooks.refusals import BadRequest, ClosedWatch, MergeRefused, NoAttentionSeen, NoGradientReached
+from ..hooks.refusals import BadRequest, ClosedWatch, NoAttentionSeen, NoGradientReached
 from ..hooks.site import Site
 from . import frames
-from .state import Key, State
+from .history import History
+from .readings import Readings
+from .state import State
 from .statistics import Sums
+from .steps import Step, Steps, loggers
+from .vectors import Vectors
 
 Detail = Literal["heads", "tokens", "edges"]
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One closed step: its number and what was summed per key.
-
-    `loss_weight` and `loss_scale` (of the GradScaler): None when they were not told. `skipped`: the scaler left the step
-    out because of non-finite gradients; it is no part of the pooled numbers.
-    """
-
-    number: int
-    sums: dict[Key, Sums]
-    loss_weight: float | None
-    loss_scale: float | None
-    skipped: bool
-
-
-class Watch:
+class Watch(Readings):
     """Statistics of every attention head of a model while it runs; made by `watch()`.
 
     Reading (`heads`, `tokens`, `edges`, `updates`, `history`, `state`) works while the watch is open and after.
@@ -59,6 +47,10 @@ class Watch:
         scaler: Any = None,
         reach_all: bool = False,
         tokenizer: Any = None,
+        history: str | os.PathLike[str] | None = None,
+        logger: Any = None,
+        fused: bool = False,
+        singly: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise BadRequest(f"watch() takes a torch.nn.Module, not {type(model).__name__}.")
@@ -71,16 +63,21 @@ class Watch:
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise BadRequest("scaler must be a GradScaler: an object with get_scale().")
         self.model_name = type(model).__name__
-        self.detail, self.every, self.capacity = detail, every, edges
+        self.detail, self.every, self.capacity, self.fused, self.singly = detail, every, edges, fused, singly
         self.scaler, self.tokenizer = scaler, tokenizer
         self.layers, self.selected_heads = _numbers("layers", layers), _numbers("heads", heads)
         self._lock = threading.RLock()
         self._error: Exception | None = None
         self._number = 0
-        self._asked = False
+        self._asked = self._stepped = False
+        self._farewells: list[Callable[[], None]] = []
         self._open, self._closed_steps = State(), State()
-        self._steps: list[Step] = []
+        size = sum(parameter.numel() for parameter in model.parameters())
+        named = f"{self.model_name} with {size:,} parameters"
+        self._steps = Steps(None if history is None else History(history, named, frames.HISTORY), loggers(logger))
         self._weights: set[float | None] = set()
+        self._weighed: float | None = None
+        self._step_weights: list[float] = []
         self._scale: float | None = None
         self._attachment = attach(model, self, reach_all=reach_all)
 
@@ -88,25 +85,39 @@ class Watch:
 
     def wants(self, site: Site) -> Needs | None:
         self._asked = True
-        if self._number % self.every:
+        if not self.observing:
             return None
         if self.layers is not None and site.layer not in self.layers:
             return None
-        return Needs()
+        return Needs(fused=self.fused)
 
     def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
         with self._lock:
             self._open.seen(call, heads, group, reachable)
 
     def receive(self, call: AttentionCall) -> None:
+        self._add(call, gradients=False)
+
+    def receive_fused(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self._add(call, gradients=True)
+        assert rows.query_gradient is not None
+        assert rows.key_gradient is not None
+        by_value = rows.value_gradient
+        if call.group > 1:
+            by_value = by_value.unflatten(1, (-1, call.group)).sum(2)
+        return rows.query_gradient, rows.key_gradient, by_value
+
+    def _add(self, call: AttentionCall, gradients: bool) -> Vectors:
         scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
         with self._lock:
             self._scale = scale
-            self._open.add(
+            return self._open.add(
                 call,
                 edges=self.capacity if self.detail == "edges" else 0,
                 tokens=self.detail in ("tokens", "edges"),
-                scale=scale,
+                singly=self.singly,
+                scale=scale * (self._weighed or 1.0),
+                gradients=gradients,
             )
 
     def refuse(self, error: Exception) -> None:
@@ -124,6 +135,45 @@ class Watch:
         """What could not be read so far, which the next step or reading raises; None when all is well."""
         return self._error
 
+    @property
+    def number(self) -> int:
+        """The number of the step that is open: how many were closed before it, 0 at first."""
+        return self._number
+
+    @property
+    def observing(self) -> bool:
+        """Whether the step that is open is one of every n-th."""
+        return self._number % self.every == 0
+
+    def seek(self, step: int) -> None:
+        """Go on at step number `step`, as after loading a checkpoint; rows of the history from there on are replaced.
+
+        Raises:
+            ClosedWatch: after `close()`. BadRequest: for a number that lies before a step that this watch has closed.
+        """
+        self._still_open()
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise BadRequest(f"seek() takes the number of a step, 0 or more, not {step!r}.")
+        if self._stepped and step < self._number:
+            raise BadRequest(
+                f"The step counter went backwards, from {self._number} to {step}; call watch.reset() first, or open a new "
+                "watch for the resumed run."
+            )
+        self._number, self._steps.sought = step, True
+
+    def weigh(self, loss_weight: float) -> None:
+        """Say the weight of the loss that is backpropagated next, where the micro-batches of one step differ.
+
+        It holds for every gradient that arrives until it is called again or the step is closed; `step(loss_weight=)`
+        multiplies it.
+
+        Raises:
+            ClosedWatch: after `close()`. BadRequest: for a weight that is not a positive number.
+        """
+        self._still_open()
+        self._weighed = _weight(loss_weight)
+        self._step_weights.append(self._weighed)
+
     def step(self, loss_weight: float | None = None) -> None:
         """Close an optimizer step: everything since the last one belongs to it.
 
@@ -134,35 +184,42 @@ class Watch:
 
         Raises:
             ClosedWatch: after `close()`. NoAttentionSeen: when no readable attention call was made in an observed step.
-            BadRequest: for a weight that is not a positive number. Whatever could not be read since the last step.
+            BadRequest: for a weight that is not a positive number, or a history that was not told to resume. Whatever
+            could not be read since the last step.
         """
         if self._error is not None:
             raise self._error
-        if self.closed:
-            raise ClosedWatch("This watch is closed; open a new one with watch(model).")
-        if loss_weight is not None and not (0 < float(loss_weight) < float("inf")):
-            raise BadRequest(f"loss_weight must be a positive number, not {loss_weight!r}.")
+        self._still_open()
+        weight = None if loss_weight is None else _weight(loss_weight)
         with self._lock:
-            observed = self._number % self.every == 0
-            if observed:
+            if self.observing:
                 self._complain()
-                self._close_step(loss_weight)
+                self._close_step(weight)
             self._number += 1
+            self._stepped = True
+            self._weighed, self._step_weights = None, []
 
-    def _close_step(self, loss_weight: float | None) -> None:
+    def _close_step(self, weight: float | None) -> None:
         skipped = self._scale is not None and self.scaler is not None and self.scaler.get_scale() < self._scale
-        if loss_weight is not None:
-            self._open.divide(float(loss_weight))
+        if weight is not None:
+            self._open.divide(weight)
+        if self._step_weights:
+            weight = (weight or 1.0) * sum(self._step_weights) / len(self._step_weights)
         self._open.close_step()
-        self._weights.add(loss_weight)
+        self._weights.add(weight)
         sums = {key: entry.sums.copy(replicated=False) for key, entry in self._open.entries.items()}
         scale = None if self.scaler is None else self._scale
-        self._steps.append(Step(self._number, sums, loss_weight, scale, skipped))
+        self._steps.add(Step(self._number, sums, weight, scale, skipped))
         if skipped:  # its heads are known, its numbers are not
             for entry in self._open.entries.values():
-                entry.sums, entry.updates, entry.edges, entry.tokens = Sums.empty(entry.heads), None, None, None
+                entry.sums, entry.singly = Sums.empty(entry.heads), None
+                entry.updates = entry.edges = entry.tokens = None
         self._closed_steps.merge(self._open)
         self._open, self._scale = State(), None
+
+    def _still_open(self) -> None:
+        if self.closed:
+            raise ClosedWatch("This watch is closed; open a new one with watch(model).")
 
     def _complain(self) -> None:
         """Raise when an observed step saw nothing: an empty table must not look like a result."""
@@ -196,20 +253,36 @@ class Watch:
 
     def reset(self) -> None:
         """Forget everything that was added and start again at step 0."""
-        if self.closed:
-            raise ClosedWatch("This watch is closed; open a new one with watch(model).")
+        self._still_open()
         with self._lock:
-            self._number, self._asked, self._scale = 0, False, None
+            self._number, self._asked, self._scale, self._stepped = 0, False, None, False
             self._open, self._closed_steps = State(), State()
-            self._steps, self._weights = [], set()
+            self._steps, self._weights = Steps(self._steps.history, self._steps.loggers), set()
+            self._weighed, self._step_weights = None, []
+            self._steps.sought = True
+
+    def flush(self) -> None:
+        """Write the history rows that wait, as every 64 observed steps, every 30 seconds and `close()` do.
+
+        Raises:
+            OSError: when the disk refuses; the rows stay in memory.
+        """
+        with self._lock:
+            self._steps.flush()
+
+    def at_close(self, action: Callable[[], None]) -> None:
+        """Run `action` when the watch is closed, however that comes about."""
+        self._farewells.append(action)
 
     def close(self) -> None:
-        """Stop listening and put everything back; may be called more than once."""
+        """Stop listening, put everything back and write what waits; may be called more than once."""
         self._attachment.close()
+        while self._farewells:
+            self._farewells.pop()()
+        self.flush()
 
     def __enter__(self) -> Watch:
-        if self.closed:
-            raise ClosedWatch("This watch is closed; open a new one with watch(model).")
+        self._still_open()
         return self
 
     def __exit__(
@@ -221,124 +294,15 @@ class Watch:
             return
         if self._error is not None:
             raise self._error
-        if ran and not self._steps and not self._closed_steps.entries:
+        if ran and self.observing and not self._steps and not self._closed_steps.entries:
             self._complain()
 
-    # -- reading -----------------------------------------------------------------------------------------------------
 
-    def state(self) -> State:
-        """Everything that was added by closed steps, as a copy that merges with other states.
-
-        While no step has been closed, what the open one holds; its u still carries the loss weight.
-
-        Raises:
-            Whatever could not be read: a refused kernel, a violated law.
-        """
-        if self._error is not None:
-            raise self._error
-        with self._lock:
-            whole = self._closed_steps.copy()
-            if not self._steps:  # an open step still carries its loss weight, so it is not mixed with closed ones
-                whole.merge(self._open)
-        return whole
-
-    def merge(self, other: Watch | State) -> None:
-        """Add what another watch of the same model saw on other sequences.
-
-        Raises:
-            MergeRefused: when the other saw a different model.
-        """
-        state = other.state() if isinstance(other, Watch) else other
-        if not isinstance(state, State):
-            raise MergeRefused(f"merge() takes a watch or a state, not {type(other).__name__}.")
-        if isinstance(other, Watch) and (other.detail, other.capacity) != (self.detail, self.capacity):
-            raise MergeRefused(
-                f'A watch with detail="{other.detail}", edges={other.capacity} cannot be merged into one with '
-                f'detail="{self.detail}", edges={self.capacity}; open both alike.'
-            )
-        self.state().merge(state)  # refused here, nothing has changed yet
-        with self._lock:
-            self._closed_steps.merge(state)
-            if isinstance(other, Watch):
-                self._weights |= other._weights
-
-    @property
-    def loss_weight(self) -> float | str:
-        """The loss weight that was taken out of u: a number, "varied" (known at every step) or "unknown"."""
-        if not self._weights or None in self._weights:
-            return "unknown"
-        return next(iter(self._weights)) if len(self._weights) == 1 else "varied"  # type: ignore[return-value]
-
-    def _filled(self) -> State:
-        state = self.state()
-        if not state.entries:
-            with self._lock:
-                self._complain()
-        return state
-
-    def heads(self, step: int | Literal["all"] = "all", *, intervals: bool = False, backward: int = 0) -> pd.DataFrame:
-        """One row per module, use and head, with the columns of the README's table.
-
-        Args:
-            step: "all" pools the steps; a number selects one closed step.
-            intervals: add `_low` and `_high` to every column: pointwise 95 % percentile intervals over sequences.
-            backward: 0 for the first gradient that came back to each call, 1 for the second (`retain_graph`), …
-
-        Raises:
-            NoAttentionSeen: when nothing was captured. BadRequest: for a step that was not observed, or intervals of a
-            single step, which are not kept.
-        """
-        if step == "all":
-            table = frames.heads(self._filled(), intervals=intervals, backward=backward)
-        else:
-            if intervals:
-                raise BadRequest("Intervals are kept for the whole watch only; leave step out.")
-            chosen = next((closed for closed in self._steps if closed.number == step), None)
-            if chosen is None:
-                known = [closed.number for closed in self._steps]
-                raise BadRequest(f"Step {step} was not observed; observed steps: {known[:5]}{'…' * (len(known) > 5)}.")
-            table = frames.step_heads(self._filled(), chosen.sums, chosen.skipped, backward)
-        return self._select(table)
-
-    def tokens(self) -> pd.DataFrame:
-        """Query rows and key rows, token by token; column `side` says which.
-
-        Raises:
-            BadRequest: when the watch was opened without `detail="tokens"` or `"edges"`.
-        """
-        if self.detail == "heads":
-            raise BadRequest('Token rows were not kept; open the watch with detail="tokens".')
-        return self._select(frames.tokens(self._filled(), self.tokenizer))
-
-    def edges(self, top: int = 50) -> pd.DataFrame:
-        """Per head the `top` strongest routed (D < 0: attention will rise) and anti-routed (D > 0) pairs.
-
-        Raises:
-            BadRequest: when the watch was opened without `detail="edges"`, or kept fewer than `top` edges.
-        """
-        if self.detail != "edges":
-            raise BadRequest('Edges were not kept; open the watch with detail="edges".')
-        if not 1 <= top <= self.capacity:
-            raise BadRequest(f"{self.capacity} edges per head were kept, not {top}; open the watch with edges={top}.")
-        return self._select(frames.edges(self._filled(), top, self.tokenizer))
-
-    def updates(self) -> pd.DataFrame:
-        """Responsibility-weighted update directions per head: mean of −m_j over keys, its norm, share of one axis."""
-        return self._select(frames.updates(self._filled()))
-
-    def modules(self) -> pd.DataFrame:
-        """One row per attention module; layers that mix tokens otherwise are listed as "no softmax attention"."""
-        return frames.modules(self._filled(), self._attachment.silent)
-
-    def history(self) -> pd.DataFrame:
-        """One row per closed step, module, use and head."""
-        self._filled()
-        return self._select(frames.history(self._steps))
-
-    def _select(self, table: pd.DataFrame) -> pd.DataFrame:
-        if self.selected_heads is None:
-            return table
-        return table[table["head"].isin(self.selected_heads)].reset_index(drop=True)
+def _weight(given: Any) -> float:
+    weight = float(given)
+    if not 0 < weight < float("inf"):
+        raise BadRequest(f"loss_weight must be a positive number, not {given!r}.")
+    return weight
 
 
 def _numbers(name: str, given: Any) -> frozenset[int] | None:
@@ -359,6 +323,10 @@ def watch(
     scaler: Any = None,
     reach_all: bool = False,
     tokenizer: Any = None,
+    history: str | os.PathLike[str] | None = None,
+    logger: Any = None,
+    fused: bool = False,
+    singly: bool = False,
 ) -> Watch:
     """Watch every attention head of `model` until the returned `Watch` is closed.
 
@@ -373,8 +341,18 @@ def watch(
         reach_all: give calls a gradient path where the model's own graph has none (frozen layers before the first
             trainable one). Entirely frozen models need nothing.
         tokenizer: turns ids into strings in `tokens()` and `edges()`.
+        history: a folder that `history()` is streamed to, as Parquet files that `pandas.read_parquet(folder)` reads as
+            one table; a resumed run gives the same folder and calls `seek(step)`. None: steps are kept in memory.
+        logger: a callable `(dict, step)`, or several; told after each observed step, with flat names such as
+            `probe/L3H7/routing_pressure` (see `TensorBoardLogger`, `WandbLogger`).
+        fused: let one pass give the gradients of `scaled_dot_product_attention` and the statistics, instead of the kernel's
+            backward and a pass of our own. Cheaper on a CPU, but the last bits of the model's gradients change; calls with
+            dropout, caps, sinks, padding or a checkpoint around them keep the kernel's backward.
+        singly: also keep the sums of every sequence, so that runs can be compared sequence by sequence; see `sequences()`.
 
     Raises:
-        BadRequest: for arguments that cannot be served.
+        BadRequest: for arguments that cannot be served. BadInput: for a history of another model or of other columns.
     """
-    return Watch(model, layers, heads, detail, every, edges, scaler, reach_all, tokenizer)
+    return Watch(
+        model, layers, heads, detail, every, edges, scaler, reach_all, tokenizer, history, logger, fused, singly
+    )

@@ -24,6 +24,7 @@ CONTENDERS = {
     "heads": 'watch, detail="heads"',
     "tokens": 'watch, detail="tokens"',
     "edges": 'watch, detail="edges"',
+    "fused": 'watch, detail="heads", fused=True',
     "every10": "watch, every=10 (mean over steps)",
     "retained": "eager attention, weights kept with their gradient",
     "bridge": "TransformerLens bridge, hooks on pattern, v and z",
@@ -59,10 +60,11 @@ def contender(name: str, options: argparse.Namespace) -> None:
     )
     targets = ids.numel() - options.batch
     watch = None
-    if name in ("heads", "tokens", "edges", "every10"):
+    if name in ("heads", "tokens", "edges", "every10", "fused"):
         import advantage_probe as ap
 
-        watch = ap.watch(model, detail="heads" if name == "every10" else name, every=10 if name == "every10" else 1)
+        detail = name if name in ("tokens", "edges") else "heads"
+        watch = ap.watch(model, detail=detail, every=10 if name == "every10" else 1, fused=name == "fused")
     bridge = None
     if name == "bridge":
         bridge = bridged(model)

@@ -241,3 +241,14 @@ class Words:
 
     def __len__(self) -> int:
         return 31
+
+
+def tokenizer(words: int) -> Any:
+    """A tokenizer of whole words w0, w1, …"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{number}": number for number in range(words)}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0", pad_token="w0")

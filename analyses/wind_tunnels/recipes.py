@@ -48,6 +48,15 @@ SHIPPED = {
     "hmm": Recipe(Shape("llama", 3, 4, 96), steps=7_000, warm_up=200, distilled=True, first_length=20, growth=1_500),
 }
 
+
+def shortened(recipe: Recipe, share: float) -> Recipe:
+    """The same recipe with its whole schedule squeezed into a `share` of the steps, in (0, 1]."""
+    if not 0 < share <= 1:
+        raise ValueError(f"a share of the steps lies in (0, 1], not {share}")
+    squeezed = {key: round(getattr(recipe, key) * share) for key in ("steps", "warm_up", "growth")}
+    return replace(recipe, **squeezed)
+
+
 # Presets and recipes that must keep rotary positions whatever the size.
 ROTARY = ("hmm",)
 

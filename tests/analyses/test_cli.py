@@ -2,73 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 import zoo
+from terminal import command as run
+from terminal import refused
 
-from advantage_probe.analyses import cli
 from advantage_probe.hooks import attention_registry
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command left behind: its exit code and what it printed."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(*arguments: object) -> Result:
-    """The command in this process: what `main()` prints and the code it exits with."""
-    out, err = io.StringIO(), io.StringIO()
-    words = ["advantage-probe", *(str(argument) for argument in arguments)]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", words)
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            err.write(traceback.format_exc())
-            code = 1
-    return Result(code, out.getvalue(), err.getvalue())
-
-
-def refused(result: Result, *words: str) -> None:
-    """Exit code 2, the last line one sentence, no traceback."""
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    assert "Traceback" not in result.stdout
-    line = result.stderr.strip().splitlines()[-1]
-    assert line.startswith("advantage-probe: ")
-    for word in words:
-        assert word in line, line
-
-
-def tokenizer_of(words: int):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {f"w{number}": number for number in range(words)}
-    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0", pad_token="w0")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer, as save_pretrained() leaves it."""
     place = tmp_path_factory.mktemp("model")
     zoo.llama().save_pretrained(place)
-    tokenizer_of(zoo.VOCABULARY).save_pretrained(place)
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(place)
     return place
 
 
@@ -122,7 +71,11 @@ def test_analyze_writes_tables_a_record_and_a_report(folder: Path, text: Path, t
     assert result.returncode == 0, result.stderr
     assert "L1H3" in result.stdout
     assert str(out / "report.html") in result.stdout
-    names = {f"{table}.{kind}" for table in ("heads", "tokens", "edges", "updates") for kind in ("parquet", "csv")}
+    names = {
+        f"{table}.{kind}"
+        for table in ("heads", "tokens", "edges", "updates", "sequences")
+        for kind in ("parquet", "csv")
+    }
     assert {path.name for path in out.iterdir()} == names | {"run.json", "report.html"}
     heads = pd.read_parquet(out / "heads.parquet")
     assert len(heads) == 8
@@ -219,12 +172,12 @@ def test_encoders_and_models_without_attention_are_refused(text: Path, tmp_path:
 
     encoder = tmp_path / "encoder"
     zoo.t5().save_pretrained(encoder)
-    tokenizer_of(zoo.VOCABULARY).save_pretrained(encoder)
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(encoder)
     refused(run("analyze", encoder, "--text", text, "--out", tmp_path / "out"), "causal")
     mamba = tmp_path / "mamba"
     config = transformers.MambaConfig(vocab_size=zoo.VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
     transformers.MambaForCausalLM(config).save_pretrained(mamba)
-    tokenizer_of(zoo.VOCABULARY).save_pretrained(mamba)
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(mamba)
     refused(run("analyze", mamba, "--text", text, "--out", tmp_path / "out"), "no attention call")
     assert not (tmp_path / "out").exists()
 
@@ -260,7 +213,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_named(folder: Path, tmp_pa
 
     wrong = tmp_path / "wrong"
     shutil.copytree(folder, wrong)
-    tokenizer_of(40).save_pretrained(wrong)
+    zoo.tokenizer(40).save_pretrained(wrong)
     file = tmp_path / "text"
     file.write_text("w1 w2 w39 w3", encoding="utf-8")
     refused(run("analyze", wrong, "--text", file, "--out", tmp_path / "out"), "w39", "31", "40")
@@ -316,7 +269,7 @@ def test_names_with_markup_are_shown_as_they_are(folder: Path, text: Path, tmp_p
 def test_a_model_that_sees_both_sides_is_refused(text: Path, tmp_path: Path) -> None:
     encoder = tmp_path / "encoder"
     zoo.bert().save_pretrained(encoder)
-    tokenizer_of(zoo.VOCABULARY).save_pretrained(encoder)
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(encoder)
     refused(run("analyze", encoder, "--text", text, "--out", tmp_path / "out"), "both sides")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 
 import census
+import numpy as np
+import pandas as pd
 import plain
 import pytest
 import torch
@@ -138,6 +140,48 @@ def test_positions_in_token_tables_start_again_with_every_document() -> None:
     for side in ("query", "key"):
         one = rows[(rows["side"] == side) & (rows["head"] == 0) & (rows["layer"] == 0)]
         assert one["position"].tolist() == [0, 1, 2, 3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "modernbert"])
+def test_packed_documents_are_sampling_units_of_their_own(family: str, implementation: str) -> None:
+    """Statistics and intervals are those of the same documents in rows of their own."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    lengths, start = (9, 4, 7), 0
+    ids = torch.randint(1, 31, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
+    if family == "modernbert":
+        config = ModernBertConfig(
+            vocab_size=31,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            pad_token_id=0,
+        )
+        model = zoo.finish(ModernBertForMaskedLM._from_config(config, attn_implementation=implementation)).double()
+    else:
+        model = getattr(zoo, family)(attn_implementation=implementation).double()
+    torch.manual_seed(2)
+    direction = torch.randn(1, sum(lengths), 31, dtype=torch.float64)
+    with ap.watch(model) as apart:
+        for length in lengths:
+            there = slice(start, start := start + length)
+            (model(input_ids=ids[:, there]).logits * direction[:, there]).sum().backward()
+        apart.step(loss_weight=1.0)
+    packed = torch.cat([torch.arange(length) for length in lengths])[None]
+    options = {} if family == "modernbert" else {"position_ids": packed, "use_cache": False}
+    if family == "modernbert":  # takes no hint from positions: the mask says it
+        number = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+        hidden = torch.zeros(20, 20, dtype=torch.float64).masked_fill(number[:, None] != number[None], float("-inf"))
+        options = {"attention_mask": hidden[None, None], "position_ids": packed}
+    with ap.watch(model) as together:
+        (model(input_ids=ids, **options).logits * direction).sum().backward()
+        together.step(loss_weight=1.0)
+    expected, found = apart.heads(intervals=True), together.heads(intervals=True)
+    single = implementation == "eager"  # its softmax runs in float32 whatever the model's dtype
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-5 if single else 1e-9, atol=1e-6 if single else 1e-12)
+    assert not np.allclose(found["usage_effective_low"], found["usage_effective_high"])
 
 
 def test_attention_that_crosses_packed_documents_is_reported_as_it_is_and_said_once() -> None:

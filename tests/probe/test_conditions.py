@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from torch.distributed.fsdp import fully_shard
 
 import advantage_probe as ap
 
@@ -18,12 +19,20 @@ def summed_loss(model, ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
-def _rank(rank: int, folder: str, port: int) -> None:
-    """One of two ranks: three DDP steps on its own two sequences, its state left in a file of its own."""
+def _rank(rank: int, folder: str, port: int, sharded: bool) -> None:
+    """One of two ranks: three steps on its own two sequences, its state left in a file of its own."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    model = torch.nn.parallel.DistributedDataParallel(zoo.llama().double())
+    model = zoo.llama().double()
+    if sharded:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert any(isinstance(one, torch.distributed.tensor.DTensor) for one in model.parameters())
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     with ap.watch(model) as watch:
         for step in range(3):
             ids = zoo.batch("llama", seed=step, rows=4)["input_ids"][2 * rank : 2 * rank + 2]
@@ -43,7 +52,8 @@ def _rank(rank: int, folder: str, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_merge_to_the_run_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "fully sharded"])
+def test_two_ranks_merge_to_the_run_of_one_process(tmp_path: Path, sharded: bool) -> None:
     import socket
 
     import pandas as pd
@@ -51,7 +61,7 @@ def test_two_ranks_merge_to_the_run_of_one_process(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (str(tmp_path), port), nprocs=2)
+    torch.multiprocessing.spawn(_rank, (str(tmp_path), port, sharded), nprocs=2)
     merged = pd.read_parquet(tmp_path / "merged.parquet")
     model = zoo.llama().double()
     with ap.watch(model) as watch:

@@ -1,0 +1,125 @@
+"""The history of a training run on disk: a folder of Parquet files, one row group each, written whole or not at all.
+
+A single Parquet file is readable only once its footer is written, so a killed run would lose all of it. A file per
+flush keeps what was flushed; `pandas.read_parquet(folder)` reads the folder as one table. A run that resumes at step n
+replaces the rows from n on, so that no step appears twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..hooks.refusals import BadInput, BadRequest
+
+FORMAT = 1
+_MARK = b"advantage_probe"
+
+
+class History:
+    """Rows of closed steps in `folder`, which belongs to one model.
+
+    Args:
+        folder: made at the first flush; may hold the history of an earlier part of the same run.
+        model: what names the model; a history of another one is refused.
+        columns: the columns of the rows.
+
+    Raises:
+        BadInput: for a file in the folder's place, a folder with anything else in it, a history of another model or with
+            other columns.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], model: str, columns: list[str]) -> None:
+        self.folder, self.model, self.columns = Path(folder), model, columns
+        if self.folder.exists() and not self.folder.is_dir():
+            raise BadInput(f"The history {str(folder)!r} is a file; give a folder, new or of an earlier run.")
+        if self.folder.is_dir():
+            for part in self.folder.glob(".part-*"):  # of a run that was killed while it wrote
+                part.unlink()
+            strangers = [path.name for path in self.folder.iterdir() if path not in set(self.parts)]
+            if strangers:
+                raise BadInput(f"The history folder {str(folder)!r} holds {strangers[0]!r}; give a folder of its own.")
+        for part in self.parts:
+            self._check(part)
+
+    @property
+    def parts(self) -> list[Path]:
+        """The files, in the order of their steps."""
+        return sorted(self.folder.glob("part-*.parquet")) if self.folder.is_dir() else []
+
+    @property
+    def last(self) -> int | None:
+        """The last step that was written, None when there is none."""
+        parts = self.parts
+        return int(pq.read_table(parts[-1], columns=["step"])["step"].to_numpy().max()) if parts else None
+
+    def append(self, rows: pd.DataFrame) -> None:
+        """Write rows of steps after `last`, all of them or none."""
+        if rows.empty:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        table = pa.Table.from_pandas(rows, preserve_index=False)
+        told = json.dumps({"format": FORMAT, "model": self.model, "columns": self.columns}).encode()
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _MARK: told})
+        name = f"part-{int(rows['step'].min()):012d}.parquet"
+        partial = self.folder / f".{name}"
+        try:
+            pq.write_table(table, partial, row_group_size=max(1, len(rows)))
+            os.replace(partial, self.folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def cut(self, step: int) -> None:
+        """Take out every row from `step` on."""
+        for part in reversed(self.parts):
+            rows = pq.read_table(part).to_pandas()
+            kept = rows[rows["step"] < step]
+            if len(kept) == len(rows):
+                return
+            if kept.empty:
+                part.unlink()
+            else:
+                self.append(kept)
+
+    def read(self) -> list[pd.DataFrame]:
+        """The rows of every file, in the order of their steps."""
+        return [pq.read_table(part).to_pandas() for part in self.parts]
+
+    def _check(self, part: Path) -> None:
+        try:
+            told = json.loads((pq.read_schema(part).metadata or {})[_MARK])
+        except (KeyError, ValueError, OSError, pa.ArrowInvalid) as error:
+            raise BadInput(f"{str(part)!r} is not part of a history that this library wrote; remove it.") from error
+        if told["format"] != FORMAT:
+            raise BadInput(
+                f"The history {str(self.folder)!r} has format {told['format']}, this version writes {FORMAT}; "
+                "give a new folder."
+            )
+        if told["model"] != self.model:
+            raise BadInput(
+                f"The history {str(self.folder)!r} belongs to {told['model']}, not to {self.model}; give another folder."
+            )
+        if told["columns"] != self.columns:
+            other = sorted(set(told["columns"]) ^ set(self.columns)) or ["their order"]
+            raise BadInput(
+                f"The history {str(self.folder)!r} has other columns (different: {', '.join(other[:4])}); "
+                "give another folder."
+            )
+
+    def resumable(self, first: int, told: bool) -> None:
+        """Refuse to go on at step `first` where that would drop rows that nobody asked to drop.
+
+        Raises:
+            BadRequest: when the folder holds steps from `first` on and `told` (that the run resumes there) is False.
+        """
+        last = self.last
+        if last is not None and last >= first and not told:
+            raise BadRequest(
+                f"The history {str(self.folder)!r} already holds steps up to {last}; call watch.seek(step) with the step "
+                "that the run resumes at, or give another folder."
+            )

@@ -1,0 +1,140 @@
+"""Closed optimizer steps: kept in memory, or streamed to a history folder; told to loggers as they close."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from ..hooks.refusals import BadRequest
+from . import frames
+from .history import History
+from .loggers import Logger, flat
+from .state import Key
+from .statistics import COLUMNS, Sums
+
+FLUSH_STEPS, FLUSH_SECONDS = 64, 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One closed step: its number and what was summed per key.
+
+    `loss_weight` (the mean over micro-batches) and `loss_scale` (of the GradScaler): None when they were not told.
+    `skipped`: the scaler left the step out because of non-finite gradients; it is no part of the pooled numbers.
+    """
+
+    number: int
+    sums: dict[Key, Sums]
+    loss_weight: float | None
+    loss_scale: float | None
+    skipped: bool
+
+
+class Steps:
+    """What `Watch.history()` reads.
+
+    Args:
+        history: where rows go; None keeps every step in memory.
+        loggers: callables `(dict, step)`; one that raises is reported once and not called again.
+    """
+
+    def __init__(self, history: History | None, loggers: Iterable[Logger]) -> None:
+        self.history, self.loggers = history, list(loggers)
+        self.waiting: list[Step] = []
+        self.count = 0
+        self.sought = False
+        self._flushed_at = time.monotonic()
+        self._complained = False
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def add(self, step: Step) -> None:
+        """Keep a step, tell the loggers, flush when it is time.
+
+        Raises:
+            BadRequest: at the first step, when the history folder already holds it and the run was not told to resume.
+        """
+        if self.history is not None and not self.count:
+            self.history.resumable(step.number, self.sought)
+            self.history.cut(step.number)
+        self.waiting.append(step)
+        self.count += 1
+        self._tell(step)
+        if self.history is None:
+            return
+        if len(self.waiting) >= FLUSH_STEPS or time.monotonic() - self._flushed_at > FLUSH_SECONDS:
+            try:
+                self.flush()
+            except OSError as error:  # training goes on, rows wait for the next flush
+                if not self._complained:
+                    warnings.warn(f"advantage_probe: the history could not be written ({error}).", stacklevel=4)
+                self._complained = True
+
+    def flush(self) -> None:
+        """Write what waits.
+
+        Raises:
+            OSError: when the disk refuses; the rows stay in memory.
+        """
+        self._flushed_at = time.monotonic()
+        if self.history is not None and self.waiting:
+            self.history.append(frames.history(self.waiting))
+            self.waiting = []
+
+    def table(self) -> pd.DataFrame:
+        """One row per closed step, module, use, delivery and head."""
+        parts = self.history.read() if self.history is not None else []
+        return frames.joined([*parts, frames.history(self.waiting)])
+
+    def of(self, number: int) -> pd.DataFrame:
+        """The rows of one step.
+
+        Raises:
+            BadRequest: when it was not observed.
+        """
+        waiting = [step for step in self.waiting if step.number == number]
+        if waiting:
+            return frames.history(waiting)
+        table = self.table()
+        rows = table[table["step"] == number]
+        if rows.empty:
+            known = table["step"].unique().tolist()
+            raise BadRequest(f"Step {number} was not observed; observed steps: {known[:5]}{'…' * (len(known) > 5)}.")
+        return rows.reset_index(drop=True)
+
+    def _tell(self, step: Step) -> None:
+        if not self.loggers:
+            return
+        values = flat(frames.history([step]), COLUMNS)
+        for logger in list(self.loggers):
+            try:
+                logger(values, step.number)
+            except Exception as error:
+                self.loggers.remove(logger)
+                name = getattr(logger, "__name__", type(logger).__name__)
+                warnings.warn(
+                    f"advantage_probe: the logger {name} raised {type(error).__name__}: {error}; training goes on "
+                    "without it.",
+                    stacklevel=5,
+                )
+
+
+def loggers(given: Any) -> list[Logger]:
+    """One logger or several, checked.
+
+    Raises:
+        BadRequest: for what cannot be called.
+    """
+    if given is None:
+        return []
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in several:
+        if not callable(one):
+            raise BadRequest(f"logger must be a callable (dict, step), or a list of them, not {one!r}.")
+    return several
