@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .geometry_commands import register as register_geometry
 from .run_commands import add_run_commands
 from .training_commands import dynamics, em
 from .wind_tunnels.commands import app as tunnel_app
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 
 app.add_typer(tunnel_app, name="tunnel")
+register_geometry(app)
 add_run_commands(app)
 app.command()(em)
 app.command()(dynamics)

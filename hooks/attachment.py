@@ -35,6 +35,10 @@ SHARDED = (
     "Query shards of one sequence (context parallelism) see only a part of its attention and cannot be added up; "
     "watch a run that keeps whole sequences on a device."
 )
+CHECKPOINTED = (
+    "A checkpoint computes its forward again in the backward pass, where an edit would be missing; switch gradient "
+    "checkpointing off for runs that are intervened on."
+)
 _CHECKED = 8  # forwards whose ids are looked at for forgotten padding
 _lock = threading.RLock()
 _by_module: dict[int, tuple[Attachment, ...]] = {}
@@ -212,6 +216,8 @@ class Attachment:
         forward = self._current(module)
         use = forward.use(module)
         deferred = not torch.is_grad_enabled()
+        if getattr(self.receiver, "edits", False):
+            return self._edit(module, forward, use, self.site(module, kind()))
         if deferred and not forward.gradients:
             self._blind(module)
             return None
@@ -223,6 +229,16 @@ class Attachment:
             return None
         anchor = torch.zeros((), requires_grad=True) if forward.reach or needs.inputs else None
         return Plan(self, module, site, needs, forward, use, anchor, saving_is_hooked(), deferred)
+
+    def _edit(self, module: nn.Module, forward: Forward, use: int, site: Site) -> Plan | None:
+        """The plan of a receiver that edits calls in the forward pass and awaits no gradient."""
+        needs = self.receiver.wants(site)
+        if needs is None:
+            return None
+        if saving_is_hooked() or (forward.gradients and not torch.is_grad_enabled()):
+            self.receiver.refuse(UnsupportedKernel(CHECKPOINTED))
+            return None
+        return Plan(self, module, site, needs, forward, use, None)
 
     def _blind(self, module: nn.Module) -> None:
         """Count a call without gradients; in train mode that is seldom meant, so it is said, once."""

@@ -20,15 +20,17 @@ from .visibility import Visibility
 
 @dataclass(frozen=True)
 class Needs:
-    """What a receiver wants beside u = ∂L/∂(head output).
+    """What a receiver wants of a call, beside u = ∂L/∂(head output).
 
     Attributes:
         inputs: the gradients of query, key and value as the kernel computes them.
         fused: to compute them itself, in `receive_fused`, where the call allows it.
+        editor: to see the call in the forward pass and put other values or outputs in their place, instead of any gradient.
     """
 
     inputs: bool = False
     fused: bool = False
+    editor: Editor | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,22 @@ class AttentionCall:
         return self.query.shape[1] // self.key.shape[1]
 
 
+class Editor(Protocol):
+    """Sees calls while the model runs, with or without gradients. What it raises reaches whoever runs the model."""
+
+    def value(self, call: CallSite, value: Tensor) -> Tensor:
+        """The value (B,K,S,V) to use; the same tensor leaves the call as it is."""
+
+    def output(self, call: AttentionCall) -> Tensor:
+        """The head output (B,H,Q,V) to use; `call.upstream` holds zeros, for nothing has come back yet."""
+
+
 class Receiver(Protocol):
-    """Whoever looks at attention calls. `hooks` knows no statistics; it asks and delivers."""
+    """Whoever looks at attention calls. `hooks` knows no statistics; it asks and delivers.
+
+    A receiver whose attribute `edits` is true looks on in the forward pass, with or without gradients, through the editor
+    of its needs; nothing comes back to it.
+    """
 
     def wants(self, site: Site) -> Needs | None:
         """Asked in the forward pass, once per call: None leaves the call alone."""

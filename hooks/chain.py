@@ -181,7 +181,13 @@ class Chain(TorchFunctionMode):
             )
 
         fewer, values = (key, four) if group == 1 else (key[:, ::group], four[:, ::group])
-        seen, _ = observe(observers, query, fewer, values, lambda *_: (output.transpose(1, 2), after), read)
+
+        def run(_query: Tensor, _key: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+            if used is values:
+                return output.transpose(1, 2), after
+            return (after @ used.to(after.dtype).repeat_interleave(group, 1)).transpose(1, 2), after
+
+        seen, _ = observe(observers, query, fewer, values, run, read)
         return seen.transpose(1, 2).reshape(result.shape)
 
     def _group(self, key: Tensor, value: Tensor) -> int:

@@ -171,6 +171,11 @@ def _first(
         plan = attachment.compiled_plan(module, lambda: _kind(query, key, reading))
         if plan is None:
             continue
+        if plan.needs.editor is not None:
+            attachment.receiver.refuse(
+                UnsupportedKernel("A compiled graph cannot be intervened on; use the plain model.")
+            )
+            continue
         if plan.needs.inputs:
             attachment.receiver.refuse(
                 UnsupportedKernel(

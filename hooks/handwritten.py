@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import compiled
 from .attachment import plans
 from .observe import Reading, observe
-from .refusals import BadRequest
+from .refusals import BadRequest, UnsupportedKernel
 from .running import stacks
 from .visibility import Structure
 
@@ -80,7 +80,11 @@ def expose(
     if not observers:
         return output
 
-    def run(*_: Any) -> tuple[Tensor, Any]:
+    def run(_query: Tensor, _key: Tensor, used: Tensor) -> tuple[Tensor, Any]:
+        if used is not value:
+            raise UnsupportedKernel(
+                "expose() shows a call whose values have been used; change the head output instead."
+            )
         return output.transpose(1, 2), weights
 
     seen, _ = observe(observers, query, key, value, run, read)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .attachment import Plan
-from .call import CallSite
+from .call import AttentionCall, CallSite, Editor
 from .fused import fusable, fused
 from .refusals import ProbeError
 from .running import stacks
@@ -63,6 +63,7 @@ class Observation:
     def __init__(self, plans: Sequence[Plan], query: Tensor, key: Tensor, read: Callable[[], Reading]) -> None:
         self.query, self.key = query, key
         self._deliveries: list[tuple[Plan, Delivery]] = []
+        self._edits: list[tuple[Editor, CallSite]] = []
         self._reading: Reading | None = None
         try:
             reading = self._reading = read()
@@ -74,6 +75,10 @@ class Observation:
         for plan in plans:
             call = plan.call if plan.call is not None else site_of(plan, reading, query, key)
             attachment = plan.attachment
+            if plan.needs.editor is not None:
+                attachment.receiver.seen(call, heads, group, False)
+                self._edits.append((plan.needs.editor, call))
+                continue
             if plan.deferred:
                 attachment.await_recomputation(plan, query, call, None)
                 attachment.receiver.seen(call, heads, group, True)
@@ -98,14 +103,36 @@ class Observation:
         for plan, delivery in self._deliveries:
             if plan.needs.inputs and self._reading is not None and self._reading.late is None:
                 (value,) = tap_inputs(delivery, plan.anchor, value=value)
+        for editor, call in self._edits:
+            value = editor.value(call, value)
         stacks.calls.append(None)
         try:
             output, second = run(value)
         finally:
             stacks.calls.pop()
         if self._reading is not None:
-            output = self._tapped(self._reading, value, output, second)
+            output = self._tapped(self._reading, value, output, second)  # watches see what the kernel computed
+            for editor, call in self._edits:
+                now = self._now(self._reading, call, value, output, second)
+                output = editor.output(now).transpose(1, 2)
         return output, second
+
+    def _now(self, reading: Reading, call: CallSite, value: Tensor, output: Tensor, second: Any) -> AttentionCall:
+        """The call as an editor sees it."""
+        visibility = Visibility(
+            reading.structure,
+            self.query.shape[2],
+            self.key.shape[2],
+            reading.mask,
+            reading.bias,
+            call.sequences.query_rows,
+            len(call.sequences.added),
+            call.site.kind != "cross",
+        )
+        context = output.transpose(1, 2)
+        nothing = output.new_zeros(()).expand(context.shape)
+        weights = second if reading.weights else None
+        return AttentionCall(call, 0, self.query, self.key, value, context, nothing, visibility, reading.sinks, weights)
 
     def _tapped(self, reading: Reading, value: Tensor, output: Tensor, second: Any) -> Tensor:
         named = {"query": self.query, "key": self.key, "value": value, "mask": reading.mask, "bias": reading.bias}

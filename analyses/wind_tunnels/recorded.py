@@ -48,7 +48,8 @@ def ranges(asked: list[int], chosen: list[int]) -> str:
         return "nowhere"
     if set(chosen) == set(asked):
         return "everywhere"
-    order, runs = {place: number for number, place in enumerate(sorted(asked))}, []
+    order = {place: number for number, place in enumerate(sorted(asked))}
+    runs: list[list[int]] = []
     for place in sorted(chosen):
         if runs and order[place] == order[runs[-1][1]] + 1:
             runs[-1][1] = place

@@ -10,6 +10,9 @@ from advantage_probe.analyses import analyze as job
 from advantage_probe.analyses.corpus import read_text
 from advantage_probe.analyses.examples import gemma, text_file
 from advantage_probe.analyses.loading import load
+from advantage_probe.analyses.prompts import drawn, prompts
+from advantage_probe.analyses.trials import label_pairs
+from advantage_probe.hooks.projections import key_maps, output_maps, unembedding
 
 pytestmark = [
     pytest.mark.pretrained,
@@ -30,3 +33,17 @@ def test_the_law_holds_on_every_head_of_a_pretrained_model() -> None:
     assert (run.heads["status"] == "ok").all()
     assert run.heads["law_residual"].max() <= 1e-5
     assert run.record["loss"] < 5.0  # it has learnt English: a random model scores ln 262144 = 12.5
+
+
+def test_a_real_model_has_its_keys_told_apart_and_ends_its_prompts_alike() -> None:
+    loaded = load(str(gemma()))
+    keys, outputs = key_maps(loaded.model), output_maps(loaded.model)
+    assert [entry.site.layer for entry in keys] == list(range(18))
+    assert all(entry.weight.shape == (1, 256, 640) and entry.normalised for entry in keys)
+    assert all(entry.weight.shape == (4, 256, 640) for entry in outputs)
+    assert all(entry.norm is not None and entry.norm.endswith("post_attention_layernorm") for entry in outputs)
+    assert unembedding(loaded.model).norm == "model.norm"
+    found = prompts(drawn(), loaded.tokenizer, loaded.model)
+    assert (len(found.ids), found.short) == (75, 0)
+    assert loaded.tokenizer.decode([*set(found.last)]) == "."
+    assert label_pairs(loaded.tokenizer) == [("foo", "bar"), ("red", "blue")]
