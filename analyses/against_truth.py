@@ -83,6 +83,7 @@ def analyze_tunnel(
         tokenizer=Names(tunnel.vocabulary),
         name=name,
         edges=edges,
+        entropy=tunnel.entropy(drawn.tokens).numpy(),
         progress=progress,
         record=told,
     )

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .. import __version__
@@ -22,6 +24,7 @@ from ..hooks.refusals import BadInput, NoGradientReached
 from ..probe import shown
 from ..probe.watch import Watch, watch
 from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
+from .extras import extras
 from .maps import Maps, maps
 from .objective import NEXT_TOKEN, Objective
 from .stored import FORMAT
@@ -172,11 +175,12 @@ def collect(
     name: str,
     edges: int = 64,
     asked: Objective = NEXT_TOKEN,
+    entropy: NDArray[np.float64] | None = None,
     progress: Progress | None = None,
     record: dict[str, Any] | None = None,
 ) -> Run:
     """Watch every head over batches whose targets are aligned with the output, each with what its targets are held
-    against; see `analyze`.
+    against; see `analyze`. `entropy` (n,T): exact posterior entropy at every position, bits, for the page's manifold.
     """
     device = next(model.parameters()).device
     began = time.monotonic()
@@ -197,8 +201,10 @@ def collect(
             if progress is not None:
                 progress(done, windows, f"loss {total / targets:.3f} {asked.unit.split()[0]}")
     heads = seen.heads(intervals=True)
+    strongest = heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(FINE_HEADS).tolist()
     if (heads["status"].astype(str).str.startswith("no gradient")).all():
         raise NoGradientReached("No gradient reached any head; the loss does not depend on attention.")
+    more, missing = extras(model, groups, strongest, tokenizer, asked.summed, entropy)
     return Run(
         heads,
         seen.tokens(),
@@ -216,21 +222,22 @@ def collect(
             "loss_unit": asked.unit,
             "loss_reduction": "mean over targets; u divided by 1/targets, so numbers are per summed loss",
             "seconds": round(time.monotonic() - began, 2),
+            **({"left_out": missing} if missing else {}),
             **(record or {}),
         },
-        _mapped(model, groups[0], heads, asked, device),
+        _mapped(model, groups[0], strongest, asked, device),
+        more,
     )
 
 
 def _mapped(
-    model: nn.Module, group: tuple[Batch, Tensor | None], heads: pd.DataFrame, asked: Objective, device: torch.device
+    model: nn.Module, group: tuple[Batch, Tensor | None], strongest: list[str], asked: Objective, device: torch.device
 ) -> Maps:
     """Maps of the first window: every head pooled, the strongest ones finer."""
     batch, against = group
     length = int(batch.mask[0].sum())
     ids, targets = batch.ids[:1, :length].to(device), batch.targets[:1, :length].to(device)
     rivals = None if against is None else against[:1, :length]
-    strongest = heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(FINE_HEADS)
     return maps(
         model,
         lambda: asked.summed(model(input_ids=ids, use_cache=False).logits, targets, rivals),

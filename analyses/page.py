@@ -146,7 +146,7 @@ def vocabulary_rows(table: pd.DataFrame | None) -> dict[str, Any]:
     if table is not None:
         for row in table.to_dict("records"):
             own = found.setdefault(str(row["label"]), {}).setdefault(str(row["direction"]), [])
-            own.append([row["token"], short(row["strength"])])
+            own.append([row["token"], short(row["strength"]), short(row["p"])])
     return found
 
 

@@ -22,6 +22,7 @@ from ..probe.statistics import SUMS, columns
 
 FEWEST = 12  # sequences: with fewer, a bootstrap over them is too narrow to single anything out
 LEVEL = 0.95
+NOTHING = "nothing farther than random directions would"
 _KEYS = ["module", "use", "head", "label"]
 Array = NDArray[np.float64]
 
@@ -167,17 +168,17 @@ def writes(found: Resampled | None, edges: pd.DataFrame, vocabulary: pd.DataFram
     name = strongest if labels else f"{strongest} (the largest here, not told from the others)"
     rows = edges[(edges["label"].astype(str) == strongest) & (edges["rank"] == 1)]
     text = f"What it writes: {name}"
-    if vocabulary is not None and len(vocabulary):
+    if vocabulary is not None and (vocabulary["label"].astype(str) == strongest).any():
         own = vocabulary[vocabulary["label"].astype(str) == strongest]
         for direction, verb in (("promoted", "to promote"), ("suppressed", "to suppress")):
-            tokens = own[own["direction"].astype(str) == direction].sort_values("rank")["token"].head(3)
-            quoted = ", ".join(_quoted(token) for token in tokens)
-            text += f"{' and' if direction == 'suppressed' else ' is pushed'} {verb} {quoted or 'nothing'}"
+            beyond = own[(own["direction"].astype(str) == direction) & (own["p"] <= 1 - LEVEL)]
+            quoted = ", ".join(_quoted(token) for token in beyond.sort_values("rank")["token"].head(3))
+            text += f"{' and' if direction == 'suppressed' else ' is pushed'} {verb} {quoted or NOTHING}"
     if rows.empty:
         return f"{text}."
     edge = rows.loc[rows["score_gradient"].abs().idxmax()]
     wants = "more" if edge["score_gradient"] < 0 else "less"
-    joint = ";" if vocabulary is not None and len(vocabulary) else ":"
+    joint = ";" if " is pushed" in text else ":"
     return (
         f"{text}{joint} most of all the loss wants {wants} attention from {_quoted(edge['query_token'])} (position "
         f"{edge['query_position']}) to {_quoted(edge['key_token'])} (position {edge['key_position']})."

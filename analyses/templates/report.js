@@ -127,9 +127,10 @@ function drawEdges() {
     if (!own || !own[direction]) continue;
     words.append(element("h3", title));
     const line = element("p");
-    for (const [token, value] of own[direction]) { const chip = element("span", spelled(token), "token chip"); chip.title = format(value); line.append(chip, " "); }
+    for (const [token, value, chance] of own[direction]) { const chip = element("span", spelled(token), "token chip" + (chance > 0.05 ? " weak" : "")); chip.title = format(value) + " per unit step; a random direction moves some token as far with p ≤ " + format(chance); line.append(chip, " "); }
     words.append(line);
   }
+  if (own) words.append(element("p", "Pale: no farther than random directions of the same norm move some token (95 %).", "soft"));
 }
 
 let cells = null, cursor = null;
@@ -247,14 +248,12 @@ async function drawCloud() {
     plotted = window.Plotly;
   }
   const cloud = data.manifold[select.value], style = getComputedStyle(document.body), ink = style.color;
-  const solid = cloud.axes.length > 2 && cloud.axes[2].some((value) => value !== null);
-  const trace = { x: cloud.axes[0], y: cloud.axes[1], mode: "markers", type: solid ? "scatter3d" : "scatter", hovertemplate: "%{text}<extra></extra>",
-    text: cloud.axes[0].map((_, place) => (cloud.names ? spelled(cloud.names[place]).replace(/&/g, "&amp;").replace(/</g, "&lt;") : "point " + place) + (cloud.entropy ? "<br>" + format(cloud.entropy[place]) + " bits" : "")),
-    marker: { size: solid ? 3 : 5, color: cloud.entropy || undefined, colorscale: "Viridis", showscale: Boolean(cloud.entropy), colorbar: { title: { text: "bits" } } } };
-  if (solid) trace.z = cloud.axes[2];
-  const axis = (number) => ({ title: { text: "axis " + number }, gridcolor: "rgba(128,128,128,.3)", zerolinecolor: "rgba(128,128,128,.5)" });
-  const layout = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink }, margin: { l: 50, r: 10, t: 10, b: 45 } };
-  if (solid) layout.scene = { xaxis: axis(1), yaxis: axis(2), zaxis: axis(3) }; else { layout.xaxis = axis(1); layout.yaxis = axis(2); }
+  const [across, up] = byId("cloud-axes").value.split(", ").map(Number), axes = cloud.axes;
+  const text = axes[0].map((_, place) => (cloud.names ? spelled(cloud.names[place]).replace(/&/g, "&amp;").replace(/</g, "&lt;") : "point " + place) + (cloud.entropy ? "<br>" + format(cloud.entropy[place]) + " bits" : ""));
+  const trace = { x: axes[across - 1] || [], y: axes[up - 1] || [], text, mode: "markers", type: "scatter", hovertemplate: "%{text}<extra></extra>",
+    marker: { size: 5, opacity: .8, color: cloud.entropy || undefined, colorscale: "Viridis", showscale: Boolean(cloud.entropy), colorbar: { title: { text: "bits" } } } };
+  const axis = (number) => ({ title: { text: "axis " + number + " (value units)" }, gridcolor: "rgba(128,128,128,.3)", zerolinecolor: "rgba(128,128,128,.5)" });
+  const layout = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink }, margin: { l: 60, r: 10, t: 10, b: 45 }, xaxis: axis(across), yaxis: axis(up) };
   await plotted.react(byId("cloud"), [trace], layout, { displaylogo: false, responsive: true });
 }
 
@@ -264,5 +263,6 @@ byId("filter").addEventListener("input", drawTable);
 byId("kind").addEventListener("change", drawHead);
 byId("overlay").addEventListener("change", drawHead);
 byId("cloud-of").addEventListener("change", drawCloud);
+byId("cloud-axes").addEventListener("change", drawCloud);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCloud);
 drawMap(); drawTable(); drawEdges(); drawHead(); drawCourse(); drawCloud();

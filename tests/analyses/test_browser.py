@@ -91,6 +91,7 @@ def made(layers: int, width: int, length: int, *, edges: int, windows: int = 16,
                 "rank": np.tile([1, 2, 1, 2], count),
                 "token": np.array(EVIL, dtype=object)[generator.integers(0, len(EVIL), 4 * count)],
                 "strength": 0.5,
+                "p": np.tile([0.01, 0.5], 2 * count),
             }
         )
         falling = heads.assign(backward=0)
@@ -226,15 +227,23 @@ def test_the_maps_pixels_are_the_numbers(page, kind: str) -> None:
 
 
 @needs_browser
-def test_the_manifold_turns_hovers_and_zooms(page) -> None:
+def test_the_manifold_changes_axes_zooms_and_hovers(page) -> None:
     cloud = page.locator("#cloud")
     cloud.scroll_into_view_if_needed()
     assert page.evaluate("document.getElementById('cloud').data[0].x.length") == 500
     texts = page.evaluate("document.getElementById('cloud').data[0].text")
     assert any("&lt;/script>" in text for text in texts)
-    before = page.evaluate("JSON.stringify(document.getElementById('cloud')._fullLayout.scene.camera)")
-    page.evaluate("Plotly.relayout('cloud', {'scene.camera.eye': {x: 2, y: 0.1, z: 0.1}})")
-    assert page.evaluate("JSON.stringify(document.getElementById('cloud')._fullLayout.scene.camera)") != before
+    page.select_option("#cloud-axes", "2, 3")
+    page.wait_for_function("document.getElementById('cloud').layout.xaxis.title.text.startsWith('axis 2')")
+    page.locator("#cloud .points path").first.hover(force=True)
+    page.wait_for_selector("#cloud .hoverlayer text")
+    before = page.evaluate("document.getElementById('cloud')._fullLayout.xaxis.range.join()")
+    box = page.locator("#cloud .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + box["height"] / 4)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=4)
+    page.mouse.up()
+    page.wait_for_function(f"document.getElementById('cloud')._fullLayout.xaxis.range.join() !== '{before}'")
 
 
 @needs_browser
