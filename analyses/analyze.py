@@ -23,6 +23,7 @@ from .. import __version__
 from ..hooks.refusals import BadInput, NoGradientReached
 from ..probe import shown
 from ..probe.watch import Watch, watch
+from .attribution import attributed
 from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
 from .extras import extras
 from .maps import Maps, maps
@@ -32,6 +33,7 @@ from .stored import FORMAT
 WINDOW = 256  # tokens in a window unless asked otherwise: enough sequences for an interval, from a page of text
 LOGITS = 1 << 27  # logits held at once
 FINE_HEADS = 4  # heads that are mapped in finer cells
+MANIFOLDS = 6  # heads whose values the page draws: the strongest of a layer each
 
 Progress = Callable[[int, int, str], None]
 
@@ -204,11 +206,18 @@ def collect(
     strongest = heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(FINE_HEADS).tolist()
     if (heads["status"].astype(str).str.startswith("no gradient")).all():
         raise NoGradientReached("No gradient reached any head; the loss does not depend on attention.")
-    more, missing = extras(model, groups, strongest, tokenizer, asked.summed, entropy)
+    ranked = heads.assign(layer=heads["layer"].fillna(-1)).sort_values("routing_pressure", ascending=False)
+    first = ranked.drop_duplicates("layer").head(MANIFOLDS)
+    shown_first = dict(zip(first["label"].astype(str), first["kv_head"].astype(int), strict=True))
+    more, missing = extras(model, groups, shown_first, tokenizer, asked.summed, entropy)
+    order = list(seen.state().sequences)
+    pairs, more["agreement"] = attributed(
+        model, groups, seen.edges(edges), order, lambda why: missing.update(direct_logit=why)
+    )
     return Run(
         heads,
         seen.tokens(),
-        seen.edges(edges),
+        pairs,
         seen.updates(),
         seen.sequences(),
         {

@@ -6,7 +6,7 @@ Pictures, not claims: order by entropy is tested by `advantage-probe manifold`, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ Asked = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def extras(
     model: nn.Module,
     groups: Sequence[tuple[Batch, Tensor | None]],
-    labels: Sequence[str],
+    labels: Mapping[str, int],
     tokenizer: Any,
     summed: Asked,
     entropy: Array | None = None,
@@ -37,7 +37,8 @@ def extras(
     """Frames `manifold` and `vocabulary`, as far as the model allows; and why not, where it does not.
 
     Args:
-        groups: batches with what their targets are held against. labels: heads that the page shows first.
+        groups: batches with what their targets are held against. labels: heads that the page shows first, and the
+            key/value head that each reads.
         summed: the loss of (logits, targets, rivals), summed over targets.
         entropy (n,L): exact posterior entropy in bits, NaN where nothing is asked; None: the model's own.
     """
@@ -45,7 +46,7 @@ def extras(
     reasons: dict[str, str] = {}
     jobs: dict[str, Callable[[], pd.DataFrame]] = {
         "manifold": lambda: points(model, [batch for batch, _ in groups], labels, tokenizer, entropy),
-        "vocabulary": lambda: words(model, groups, labels[:1], tokenizer, summed),
+        "vocabulary": lambda: words(model, groups, list(labels)[:1], tokenizer, summed),
     }
     for place, (name, job) in enumerate(jobs.items()):
         if progress is not None:
@@ -62,7 +63,7 @@ def extras(
 
 
 def points(
-    model: nn.Module, batches: Sequence[Batch], labels: Sequence[str], tokenizer: Any, entropy: Array | None
+    model: nn.Module, batches: Sequence[Batch], labels: Mapping[str, int], tokenizer: Any, entropy: Array | None
 ) -> pd.DataFrame:
     """Values of the chosen heads in their first principal axes: one row per head and token of whole windows.
 
@@ -87,7 +88,7 @@ def points(
     tokens = names[np.vectorize(order.__getitem__)(ids)]
     tables = []
     by_head = seen.by("head")
-    for name in dict.fromkeys(_owner(label, by_head) for label in labels):
+    for name in dict.fromkeys(_owner(label, kv_head, by_head) for label, kv_head in labels.items()):
         if name is None:
             continue
         rows = by_head[name].reshape(-1, by_head[name].shape[-1])
@@ -109,14 +110,12 @@ def points(
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
-def _owner(label: str, known: dict[str, Array]) -> str | None:
+def _owner(label: str, kv_head: int, known: dict[str, Array]) -> str | None:
     """The name under which a head's values are collected: its own, or that of the key/value head it reads."""
     if label in known:
         return label
-    stem, head = label.rsplit("H", 1)
-    shared = [name for name in known if name.startswith(f"{stem}KV")]
-    number = "".join(letter for letter in head if letter.isdigit())
-    return shared[min(int(number), len(shared) - 1)] if len(shared) == 1 else None
+    shared = f"{label.rsplit('H', 1)[0]}KV{kv_head}"
+    return shared if shared in known else None
 
 
 def words(

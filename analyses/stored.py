@@ -16,7 +16,7 @@ from .maps import Maps
 FORMAT = 2
 FRAMES = ("heads", "tokens", "edges", "updates", "sequences")
 # frames that a run has when its model allows them, or when it is a training run
-MORE = ("vocabulary", "manifold", "history", "truth")
+MORE = ("agreement", "vocabulary", "manifold", "history", "truth")
 _NEEDED = {
     "heads": {"module", "use", "head", "label", "layer", "status", "routing_pressure", "law_residual"},
     "tokens": {"side", "sequence", "position", "token_id"},

@@ -73,7 +73,7 @@ def test_analyze_writes_tables_a_record_and_a_report(folder: Path, text: Path, t
     assert str(out / "report.html") in result.stdout
     names = {
         f"{table}.{kind}"
-        for table in ("heads", "tokens", "edges", "updates", "sequences")
+        for table in ("heads", "tokens", "edges", "updates", "sequences", "agreement", "manifold", "vocabulary")
         for kind in ("parquet", "csv")
     }
     assert {path.name for path in out.iterdir()} == names | {

@@ -1,0 +1,185 @@
+"""What else people rank pairs by: direct logit attribution, and how far such rankings agree with the advantage.
+
+A head's value v_j moves the logit of the target at query i along the direct path α_ij v_j·W_O·g_i, with g_i = ∂(logit of
+the target − mean logit)/∂(residual stream) taken exactly at the stream of position i, through the final norm. What later
+layers make of it is not in it; the advantage has that, through u. α·b (gradient × attention) is in the edges table already.
+
+Shapes: B batch, T tokens, K key/value heads, V value width, M width of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from ..hooks.attach import attach
+from ..hooks.call import AttentionCall, CallSite, Needs
+from ..hooks.forward import digest
+from ..hooks.projections import Unembedding, output_maps, unembedding
+from ..hooks.refusals import UnsupportedFamily
+from ..hooks.site import Site
+from ..probe.frames import label
+from ..probe.state import Key
+from .corpus import Batch
+
+FEWEST = 8  # pairs of a head, below which no rank correlation is taken
+RIVALS = ("alpha_b", "direct_logit", "attention")
+
+
+class _Values:
+    """Keeps the values of every call of one forward: label → (value (K,T,V) of every row, owner, module, head)."""
+
+    edits = True
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[Tensor, int, str, int]] = {}
+
+    def wants(self, site: Site) -> Needs | None:
+        return None if site.kind == "cross" else Needs(editor=self)
+
+    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
+        pass
+
+    def refuse(self, error: Exception) -> None:
+        raise error
+
+    def receive(self, call: AttentionCall) -> None:
+        raise AssertionError("nothing comes back to an editor")
+
+    def value(self, call: CallSite, value: Tensor) -> Tensor:
+        return value
+
+    def output(self, call: AttentionCall) -> Tensor:
+        key = Key(call.call.site, call.call.use)
+        for head in range(call.query.shape[1]):
+            name = label(key, head)
+            self.found[name] = (call.value.detach(), head // call.group, call.call.site.module, head)
+        return call.output
+
+
+@contextmanager
+def _stream(model: nn.Module, last: Unembedding, kept: list[Tensor]) -> Iterator[None]:
+    """Keeps what the final norm is given, or what the unembedding is given where there is none."""
+    modules = dict(model.named_modules())
+    place = modules[last.norm] if last.norm is not None else model.get_output_embeddings()  # type: ignore[operator]
+    handle = place.register_forward_pre_hook(lambda _, given: kept.append(given[0].detach()))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def directions(norm: nn.Module | None, stream: Tensor, words: Tensor) -> Tensor:
+    """(P,M) ∂(w·norm(x))/∂x at x = stream (P,M), for words w (P,M)."""
+    if norm is None:
+        return words
+    with torch.enable_grad():
+        x = stream.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((norm(x) * words).sum(), x)
+    return gradient
+
+
+def direct_logit(
+    model: nn.Module, groups: Sequence[tuple[Batch, Tensor | None]], edges: pd.DataFrame, sequences: Sequence[int]
+) -> pd.Series:
+    """Direct logit attribution of every pair of `edges`, logits; NaN where its query has no target.
+
+    Args:
+        groups: the batches that the edges come from, with what their targets are held against.
+        sequences: identities, in the order in which the edges number them.
+
+    Raises:
+        UnsupportedFamily: where W_O or the unembedding cannot be found, or a norm lies between a head and the stream.
+    """
+    last = unembedding(model)
+    maps = {entry.site.module: entry for entry in output_maps(model)}
+    if any(entry.norm is not None for entry in maps.values()):
+        raise UnsupportedFamily(
+            "Direct logit attribution needs head outputs that are added to the stream; this model norms them first."
+        )
+    norm = dict(model.named_modules())[last.norm] if last.norm is not None else None
+    words = last.weight.detach().float()
+    mean = words.mean(0)
+    number = {identity: place for place, identity in enumerate(sequences)}
+    found = pd.Series(np.nan, index=edges.index, dtype="float64")
+    by_sequence = {int(place): rows for place, rows in edges.groupby("sequence")}
+    device = next(model.parameters()).device
+    for batch, rivals in groups:
+        reader = _Values()
+        kept: list[Tensor] = []
+        attachment = attach(model, reader)
+        try:
+            with torch.no_grad(), _stream(model, last, kept):
+                model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device), use_cache=False)
+        finally:
+            attachment.close()
+        for row in range(len(batch.ids)):
+            ids = batch.ids[row][batch.mask[row].bool()].to(torch.int64)
+            place = number.pop(digest(ids.numpy().tobytes()), None)
+            if place is None or place not in by_sequence:
+                continue
+            pairs = by_sequence[place]
+            queries = torch.tensor(pairs["query_position"].to_numpy(dtype=np.int64))
+            targets = batch.targets[row][queries]
+            asked = targets >= 0
+            wanted = words[targets.clamp(min=0).to(words.device)] - mean
+            if rivals is not None:
+                against = rivals[row][queries]
+                other = words[against.clamp(min=0).to(words.device)]
+                wanted = torch.where((against >= 0)[:, None].to(words.device), wanted + mean - other, wanted)
+            g = directions(norm, kept[-1][row][queries.to(device)].float(), wanted)
+            keys = torch.tensor(pairs["key_position"].to_numpy(dtype=np.int64))
+            alpha = torch.tensor(pairs["attention"].to_numpy(dtype=np.float64))
+            values = np.full(len(pairs), np.nan)
+            names = pairs["label"].astype(str).to_numpy()
+            for name in dict.fromkeys(names):
+                value, owner, module, head = reader.found[name]
+                own = torch.tensor(names == name)
+                v = value[row, owner][keys[own].to(device)].float()
+                way = maps[module].weight[head].detach().float().to(v.device)  # (V,M)
+                values[own.numpy()] = ((v @ way) * g[own.to(g.device)]).sum(-1).double().cpu() * alpha[own]
+            found[pairs.index] = np.where(asked.numpy(), values, np.nan)
+    return found
+
+
+def agreement(edges: pd.DataFrame) -> pd.DataFrame:
+    """Spearman's rank correlation of the advantage with other numbers, over the kept pairs of every head.
+
+    Columns: label, pairs, and NAME_rank for α·b, direct logit attribution and attention; NaN below eight pairs. Kept pairs
+    are those of the largest |D|, so this says how rankings agree among strong pairs, not among all.
+    """
+    rows = []
+    for name, pairs in edges.groupby(edges["label"].astype(str), sort=False):
+        row: dict[str, Any] = {"label": name, "pairs": len(pairs)}
+        for rival in RIVALS:
+            both = pairs[["advantage", rival]].dropna() if rival in pairs else pairs.iloc[:0]
+            ranks = both.rank()
+            varied = len(both) >= FEWEST and (ranks.nunique() > 1).all()
+            row[f"{rival}_rank"] = float(np.corrcoef(ranks.to_numpy().T)[0, 1]) if varied else np.nan
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def attributed(
+    model: nn.Module,
+    groups: Sequence[tuple[Batch, Tensor | None]],
+    edges: pd.DataFrame,
+    sequences: Sequence[int],
+    told: Callable[[str], None],
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """`edges` with `direct_logit`, and the agreement of rankings; `told` hears why where a model does not allow it."""
+    try:
+        values = direct_logit(model, groups, edges, sequences)
+    except UnsupportedFamily as error:
+        told(str(error))
+        values = pd.Series(np.nan, index=edges.index, dtype="float64")
+    place = int(edges.columns.get_loc("alpha_b")) + 1
+    columns = [*edges.columns[:place], "direct_logit", *edges.columns[place:]]
+    edges = edges.assign(direct_logit=values)[columns]
+    return edges, agreement(edges)
