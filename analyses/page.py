@@ -54,9 +54,9 @@ def packed(*parts: np.ndarray) -> str:
 
 
 def unsigned(values: np.ndarray, top: float) -> np.ndarray:
-    """(…) of [0, top] as 8 bits on a square-root scale."""
+    """(…) of [0, top] as 8 bits on a square-root scale; 0 for nothing at all, as of hidden keys."""
     share = np.sqrt(np.clip(np.nan_to_num(values) / (top or 1.0), 0, 1))
-    return np.round(255 * share).astype(np.uint8)
+    return np.where(values > 0, np.maximum(np.round(255 * share), 1), 0).astype(np.uint8)
 
 
 def signed(values: np.ndarray, top: float) -> np.ndarray:

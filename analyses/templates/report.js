@@ -166,7 +166,7 @@ function paint() {
   const top = (byId("kind").value === "advantage" ? sorted[Math.floor(0.98 * (sorted.length - 1))] : sorted[sorted.length - 1]) || 1;
   const image = new ImageData(columns, rows), tint = signed ? diverging : sequential;
   values.forEach((value, place) => {
-    const hidden = value === null || (cells.attention[place] === 0 && cells.score[place] === 0);
+    const hidden = value === null || cells.attention[place] === 0;
     const colour = hidden ? [0, 0, 0] : tint(signed ? 0.5 + value / (2 * top) : Math.sqrt(value / top));
     image.data.set([...colour, hidden ? 0 : 255], 4 * place);
   });
