@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ..hooks.refusals import ProbeError
 from ..probe.frames import spell
 from ..probe.vocabulary import vocabulary
-from .collecting import Array, collect
 from .corpus import Batch
-from .manifold import pca
+from .manifolds.collecting import Array, collect
+from .manifolds.manifold import pca
 
 POINTS = 4_000
 AXES = 3

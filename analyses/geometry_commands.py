@@ -56,7 +56,7 @@ def _loaded(model: str | None, example: str | None, device: str, dtype: str) -> 
     """The loaded model, its name, and what is known of its weights' origin."""
     from .cli import _progress, _source
     from .loading import load
-    from .rounding import origin
+    from .pretrained.rounding import origin
 
     source, _, name = _source(model, None, example, needs_text=False)
     with _progress("loading", 1) as note:
@@ -67,7 +67,7 @@ def _loaded(model: str | None, example: str | None, device: str, dtype: str) -> 
 
 def _sets(loaded: Any, file: Path | None, length: int, count: int, seed: int, genres: bool) -> dict[str, Any]:
     """Prompt sets by name: the user's, or the shipped ones (mixed first, then each genre)."""
-    from . import prompts as shipped
+    from .pretrained import prompts as shipped
 
     if file is not None:
         texts = [("own", text) for text in shipped.own_passages(file)]
@@ -93,7 +93,7 @@ def _finish(
     bases: dict[str, Any] | None = None,
 ) -> None:
     from .export import jsonable, new_folder, write_frame, write_json
-    from .pictures import number, page
+    from .manifolds.pictures import number, page
 
     if out is not None:
         with new_folder(out, overwrite=overwrite) as folder:
@@ -129,7 +129,7 @@ READING = (
 
 def _few(table: "pd.DataFrame") -> list[str]:
     """A sentence where intervals rest on too few sequences."""
-    from .nulls import FEW
+    from .manifolds.nulls import FEW
 
     least = int(table["n"].min())
     return [f"Intervals of {least} sequences say little: fewer than {FEW} are too few."] if least < FEW else []
@@ -165,10 +165,10 @@ def manifold(
     Example: advantage-probe manifold --example bijection-repeats --out bijection-manifold
     """
     from ..hooks.refusals import BadInput
-    from . import manifold_report as job
     from .cli import _progress, _tunnels
     from .export import check_out
-    from .pictures import png, scatter
+    from .manifolds import report as job
+    from .manifolds.pictures import png, scatter
 
     if out is not None:
         check_out(out, overwrite=overwrite)
@@ -257,9 +257,9 @@ def geometry(
 
     Example: advantage-probe geometry --example gemma --out gemma-geometry
     """
-    from . import geometry as job
     from .cli import _progress
     from .export import check_out
+    from .pretrained import geometry as job
 
     if out is not None:
         check_out(out, overwrite=overwrite)
@@ -298,9 +298,9 @@ def in_context(
 
     Example: advantage-probe in-context openai-community/gpt2 --labels foo,bar
     """
-    from . import in_context as job
     from .cli import _progress
     from .export import check_out
+    from .pretrained import in_context as job
 
     if out is not None:
         check_out(out, overwrite=overwrite)

@@ -73,14 +73,14 @@ def em(
 
     Example: advantage-probe em --out em-report
     """
-    from . import em as job
+    from .em import experiment as job
     from .export import check_out, new_folder
 
     if out is not None:
         check_out(out, overwrite=overwrite)
     with progress("EM against SGD") as note:
         found = job.run(numbers(seeds, job.SEEDS, "--seeds"), steps, damping=damping, progress=note)
-    from . import em_report as report
+    from .em import report
 
     if out is not None:
         with new_folder(out, overwrite=overwrite) as folder:
@@ -121,11 +121,11 @@ def dynamics(
     import tempfile
 
     from ..hooks.refusals import BadInput
-    from . import dynamics as job
-    from . import dynamics_report as report
-    from .course import load, runs_in
+    from .dynamics import examined as job
+    from .dynamics import report
+    from .dynamics.course import load, runs_in
+    from .dynamics.saved_models import models_in
     from .export import check_out, new_folder
-    from .saved_models import models_in
 
     if out is not None:
         check_out(out, overwrite=overwrite)
@@ -161,8 +161,8 @@ def dynamics(
 def _saved(folder: Path, files: list[str] | None, out: Path | None, *, overwrite: bool, json: bool) -> None:
     """`--checkpoints` on models of somebody else's run."""
     from ..hooks.refusals import BadInput
-    from . import saved_models as job
     from .corpus import read_text
+    from .dynamics import saved_models as job
     from .export import new_folder
 
     if not files:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from advantage_probe.analyses import course, dynamics, dynamics_report
+from advantage_probe.analyses.dynamics import course
+from advantage_probe.analyses.dynamics import examined as dynamics
+from advantage_probe.analyses.dynamics import report as dynamics_report
 from advantage_probe.analyses.export import new_folder
 from advantage_probe.analyses.training_commands import progress
 from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED

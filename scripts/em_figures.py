@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
-from advantage_probe.analyses.em_report import SAYS, sentences, spanned
+from advantage_probe.analyses.em.report import SAYS, sentences, spanned
 
 
 def spread(numbers: list[float], places: int = 4) -> str:

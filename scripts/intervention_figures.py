@@ -13,11 +13,11 @@ import pandas as pd
 import torch
 
 from advantage_probe.analyses.against_truth import batches
-from advantage_probe.analyses.collecting import collect
-from advantage_probe.analyses.decodable import decodable_and_used, sequence_loss
-from advantage_probe.analyses.interventions import strongest_head
-from advantage_probe.analyses.pictures import number
-from advantage_probe.analyses.predicted import reach
+from advantage_probe.analyses.interventions.decodable import decodable_and_used, sequence_loss
+from advantage_probe.analyses.interventions.edits import strongest_head
+from advantage_probe.analyses.interventions.predicted import reach
+from advantage_probe.analyses.manifolds.collecting import collect
+from advantage_probe.analyses.manifolds.pictures import number
 from advantage_probe.analyses.wind_tunnels import load
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from advantage_probe.analyses.manifold_report import unfurling_report
-from advantage_probe.analyses.pictures import number
+from advantage_probe.analyses.manifolds.pictures import number
+from advantage_probe.analyses.manifolds.report import unfurling_report
 from advantage_probe.analyses.wind_tunnels import load
 from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED
 

@@ -18,7 +18,7 @@ from advantage_probe.analyses.analyze import cross_entropy, cut
 from advantage_probe.analyses.corpus import Batch, batches
 from advantage_probe.analyses.examples import gemma, text_file
 from advantage_probe.analyses.loading import load
-from advantage_probe.analyses.pictures import number
+from advantage_probe.analyses.manifolds.pictures import number
 from advantage_probe.probe.vocabulary import vocabulary
 
 

@@ -39,7 +39,7 @@ def test_it_is_the_change_of_the_targets_logit_when_the_pair_is_added_to_the_str
     assert found[~ends].notna().all()
     maps = {entry.site.module: entry.weight for entry in output_maps(model)}
     values: dict[str, torch.Tensor] = {}
-    from advantage_probe.analyses.collecting import collect
+    from advantage_probe.analyses.manifolds.collecting import collect
 
     for row in range(2):
         one = type(batch)(

@@ -14,7 +14,9 @@ import pytest
 import torch
 from terminal import command, refused
 
-from advantage_probe.analyses import attention_calls, course, dynamics, dynamics_report, frame, real_steps, roles
+from advantage_probe.analyses.dynamics import attention_calls, course, frame, real_steps, roles
+from advantage_probe.analyses.dynamics import examined as dynamics
+from advantage_probe.analyses.dynamics import report as dynamics_report
 from advantage_probe.analyses.wind_tunnels.models import Shape, logits
 from advantage_probe.analyses.wind_tunnels.recipes import Recipe
 from advantage_probe.hooks.refusals import BadInput, BadRequest

@@ -7,7 +7,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from advantage_probe.analyses import em, em_arms, em_chain, em_step
+from advantage_probe.analyses.em import arms as em_arms
+from advantage_probe.analyses.em import chain as em_chain
+from advantage_probe.analyses.em import experiment as em
+from advantage_probe.analyses.em import m_step as em_step
 
 SHORT = (42, 2024)
 

@@ -11,7 +11,10 @@ import torch
 from scipy import stats
 from terminal import command, refused
 
-from advantage_probe.analyses import em, em_chain, em_report, paired
+from advantage_probe.analyses import paired
+from advantage_probe.analyses.em import chain as em_chain
+from advantage_probe.analyses.em import experiment as em
+from advantage_probe.analyses.em import report as em_report
 
 SHORT = (42, 2024)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advantage_probe.analyses import attention_calls, feedback, following, roles, step_size
+from advantage_probe.analyses.dynamics import attention_calls, feedback, following, roles, step_size
 from advantage_probe.hooks.refusals import BadRequest
 
 B, H, T, V, C = 6, 2, 14, 5, 4

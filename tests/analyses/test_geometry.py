@@ -12,8 +12,8 @@ import torch
 import zoo
 from zoo import Words
 
-from advantage_probe.analyses import geometry, keys, prompts, rounding
-from advantage_probe.analyses.collecting import collect
+from advantage_probe.analyses.manifolds.collecting import collect
+from advantage_probe.analyses.pretrained import geometry, keys, prompts, rounding
 from advantage_probe.hooks.refusals import BadInput
 
 # -- keys ---------------------------------------------------------------------------------------------------------------

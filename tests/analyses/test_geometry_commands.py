@@ -14,7 +14,7 @@ import zoo
 
 from advantage_probe.analyses import cli
 from advantage_probe.analyses.export import read_csv
-from advantage_probe.analyses.manifold import Manifold
+from advantage_probe.analyses.manifolds.manifold import Manifold
 
 WORDS = tuple("abcdefghijklmnopqrstuvw")
 

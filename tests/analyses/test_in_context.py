@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from zoo import Words
 
-from advantage_probe.analyses import evidence, in_context, trials
+from advantage_probe.analyses.pretrained import evidence, in_context, trials
 from advantage_probe.hooks.refusals import BadInput
 
 

@@ -11,11 +11,10 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from advantage_probe.analyses import predicted
-from advantage_probe.analyses.collecting import collect
 from advantage_probe.analyses.corpus import Batch
-from advantage_probe.analyses.decodable import sequence_loss
-from advantage_probe.analyses.interventions import (
+from advantage_probe.analyses.interventions import predicted
+from advantage_probe.analyses.interventions.decodable import sequence_loss
+from advantage_probe.analyses.interventions.edits import (
     Edit,
     ablate,
     axis_effects,
@@ -28,6 +27,7 @@ from advantage_probe.analyses.interventions import (
     strongest_head,
     swap,
 )
+from advantage_probe.analyses.manifolds.collecting import collect
 from advantage_probe.hooks import attachment, override
 from advantage_probe.hooks.refusals import BadRequest, UnsupportedKernel
 from advantage_probe.probe.watch import watch

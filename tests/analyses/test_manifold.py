@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.decomposition import PCA
 
-from advantage_probe.analyses.manifold import Manifold, StreamingPCA, pca
+from advantage_probe.analyses.manifolds.manifold import Manifold, StreamingPCA, pca
 from advantage_probe.hooks.refusals import BadInput, BadRequest, MergeRefused
 
 

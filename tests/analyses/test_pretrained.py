@@ -10,8 +10,8 @@ from advantage_probe.analyses import analyze as job
 from advantage_probe.analyses.corpus import read_text
 from advantage_probe.analyses.examples import gemma, text_file
 from advantage_probe.analyses.loading import load
-from advantage_probe.analyses.prompts import drawn, prompts
-from advantage_probe.analyses.trials import label_pairs
+from advantage_probe.analyses.pretrained.prompts import drawn, prompts
+from advantage_probe.analyses.pretrained.trials import label_pairs
 from advantage_probe.hooks.projections import key_maps, output_maps, unembedding
 
 pytestmark = [

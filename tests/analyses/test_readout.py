@@ -8,12 +8,11 @@ import torch
 from scipy.stats import rankdata, spearmanr
 from sklearn.linear_model import LinearRegression
 
-from advantage_probe.analyses import readout, shapes
 from advantage_probe.analyses.against_truth import batches
-from advantage_probe.analyses.collecting import collect
-from advantage_probe.analyses.manifold import pca
-from advantage_probe.analyses.manifold_report import tunnel_report, unfurling_report
-from advantage_probe.analyses.nulls import (
+from advantage_probe.analyses.manifolds import readout, shapes
+from advantage_probe.analyses.manifolds.collecting import collect
+from advantage_probe.analyses.manifolds.manifold import pca
+from advantage_probe.analyses.manifolds.nulls import (
     benjamini_hochberg,
     bound,
     exchanged,
@@ -21,7 +20,8 @@ from advantage_probe.analyses.nulls import (
     half_samples,
     permuted_columns,
 )
-from advantage_probe.analyses.rows import Rows, _distinct, rows_of
+from advantage_probe.analyses.manifolds.report import tunnel_report, unfurling_report
+from advantage_probe.analyses.manifolds.rows import Rows, _distinct, rows_of
 from advantage_probe.analyses.wind_tunnels import load
 from advantage_probe.analyses.wind_tunnels.registry import tunnel
 from advantage_probe.hooks.refusals import BadInput

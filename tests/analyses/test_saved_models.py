@@ -9,7 +9,7 @@ import pytest
 import torch
 from terminal import command, refused
 
-from advantage_probe.analyses import frame, saved_models
+from advantage_probe.analyses.dynamics import frame, saved_models
 
 
 @pytest.fixture(scope="module")

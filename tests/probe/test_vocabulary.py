@@ -9,9 +9,9 @@ import zoo
 from torch import Tensor, nn
 from zoo import Words
 
-from advantage_probe.analyses.collecting import collect
 from advantage_probe.analyses.corpus import Batch
-from advantage_probe.analyses.interventions import Edit, intervene
+from advantage_probe.analyses.interventions.edits import Edit, intervene
+from advantage_probe.analyses.manifolds.collecting import collect
 from advantage_probe.hooks.refusals import BadRequest, NoGradientReached
 from advantage_probe.probe import vocabulary as room
 from advantage_probe.probe.vocabulary import vocabulary

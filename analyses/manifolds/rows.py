@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..hooks.refusals import BadInput
+from ...hooks.refusals import BadInput
 from .manifold import FEWEST
 
 Array = NDArray[np.float64]

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..hooks.projections import key_maps
-from .nulls import DRAWS, bound, half_samples
+from ...hooks.projections import key_maps
+from ..manifolds.nulls import DRAWS, bound, half_samples
 
 Array = NDArray[np.float64]
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pandas as pd
 
+from ..paired import paired
 from . import frame
 from .course import FORKS
-from .dynamics import CUTS, FROZEN, Examined
+from .examined import CUTS, FROZEN, Examined
 from .following import pooled
-from .paired import paired
 from .real_steps import KINDS
 
 MOST = 0.8  # of the runs
@@ -316,7 +316,7 @@ def _draw_causal(axis: Any, forks: Sequence[dict[str, Any]]) -> None:
 
 def write(runs: Sequence[Examined], folder: Path) -> None:
     """Figure (png, svg, pdf), tables (Parquet and CSV) and the JSON object into `folder`."""
-    from .export import write_frame, write_json
+    from ..export import write_frame, write_json
 
     drawing = figure(runs)
     for ending in ("png", "svg", "pdf"):

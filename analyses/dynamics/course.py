@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from ..hooks.refusals import BadInput
+from ...hooks.refusals import BadInput
+from ..wind_tunnels.checkpoints import write_atomically
+from ..wind_tunnels.models import Shape, build, logits
+from ..wind_tunnels.protocol import Episodes, Tunnel
+from ..wind_tunnels.recipes import Recipe
+from ..wind_tunnels.registry import tunnel
+from ..wind_tunnels.training import episode_length, learning_rate, objective
 from .frame import log_spaced
 from .roles import Frozen, Role
-from .wind_tunnels.checkpoints import write_atomically
-from .wind_tunnels.models import Shape, build, logits
-from .wind_tunnels.protocol import Episodes, Tunnel
-from .wind_tunnels.recipes import Recipe
-from .wind_tunnels.registry import tunnel
-from .wind_tunnels.training import episode_length, learning_rate, objective
 
 FORKS = (0.02, 0.05, 0.10, 0.20, 0.50)
 FIXED_SEED = 2**41  # of the sequences that every checkpoint is held against

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .em_chain import KEYS, VALUES, Sequences, Weights, figures, first_weights
-from .em_step import curvature, matrix_step
+from .chain import KEYS, VALUES, Sequences, Weights, figures, first_weights
+from .m_step import curvature, matrix_step
 
 PADDED = 16
 RATE = 0.01

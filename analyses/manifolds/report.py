@@ -16,21 +16,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .against_truth import batches as episode_batches
+from ..against_truth import batches as episode_batches
+from ..pretrained.keys import fresh
+from ..pretrained.prompts import Prompts, residualised
+from ..wind_tunnels.models import build, logits
+from ..wind_tunnels.protocol import Tunnel
+from ..wind_tunnels.recipes import Recipe
+from ..wind_tunnels.shipped import load as load_tunnel
+from ..wind_tunnels.shipped import untrained_like
+from ..wind_tunnels.training import train
 from .collecting import By, Where, collect
 from .exchanged import exchanged_model
-from .keys import fresh
 from .manifold import Manifold, StreamingPCA
 from .nulls import DRAWS
-from .prompts import Prompts, residualised
 from .readout import beside, read_out, unfurling
 from .rows import Rows, rows_of
-from .wind_tunnels.models import build, logits
-from .wind_tunnels.protocol import Tunnel
-from .wind_tunnels.recipes import Recipe
-from .wind_tunnels.shipped import load as load_tunnel
-from .wind_tunnels.shipped import untrained_like
-from .wind_tunnels.training import train
 
 Array = NDArray[np.float64]
 Note = Callable[[int, int, str], None]

@@ -18,8 +18,13 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ..hooks.refusals import BadRequest
-from ..probe.watch import watch
+from ...hooks.refusals import BadRequest
+from ...probe.watch import watch
+from ..wind_tunnels.errors import TunnelError
+from ..wind_tunnels.models import logits
+from ..wind_tunnels.protocol import Episodes, Tunnel
+from ..wind_tunnels.recipes import recipe
+from ..wind_tunnels.registry import tunnel
 from . import frame
 from .attention_calls import Head, Loss, heads
 from .course import SMALL, Course, Runner, checkpoints, continued, excess, load, state, train
@@ -28,11 +33,6 @@ from .following import Batch, follow
 from .real_steps import KINDS, real_step
 from .roles import CONTENT, ROUTING, Role
 from .step_size import step_size
-from .wind_tunnels.errors import TunnelError
-from .wind_tunnels.models import logits
-from .wind_tunnels.protocol import Episodes, Tunnel
-from .wind_tunnels.recipes import recipe
-from .wind_tunnels.registry import tunnel
 
 CUTS = {"whole": 1, "half": 2, "quarter": 4}
 FROZEN: dict[str, tuple[Role, ...]] = {"routing": ROUTING, "content": CONTENT}

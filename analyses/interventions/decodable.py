@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .against_truth import batches as episode_batches
-from .collecting import collect
-from .corpus import Batch
-from .interventions import Measure, Place, axis_effects, entropy_axis
-from .nulls import DRAWS
-from .readout import grouped, order
-from .rows import rows_of
-from .wind_tunnels.protocol import Episodes, Tunnel
+from ..against_truth import batches as episode_batches
+from ..corpus import Batch
+from ..manifolds.collecting import collect
+from ..manifolds.nulls import DRAWS
+from ..manifolds.readout import grouped, order
+from ..manifolds.rows import rows_of
+from ..wind_tunnels.protocol import Episodes, Tunnel
+from .edits import Measure, Place, axis_effects, entropy_axis
 
 Array = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ..hooks.refusals import BadInput, BadRequest, MergeRefused
+from ...hooks.refusals import BadInput, BadRequest, MergeRefused
 
 Array = NDArray[np.float64]
 

@@ -20,9 +20,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ..hooks.refusals import BadRequest
-from .em_arms import ADAM, ARMS, Arm, Trained, train
-from .em_chain import HELD_OUT, SEEDS, Sequences, draw, oracle_entropy
+from ...hooks.refusals import BadRequest
+from .arms import ADAM, ARMS, Arm, Trained, train
+from .chain import HELD_OUT, SEEDS, Sequences, draw, oracle_entropy
 
 Progress = Callable[[int, int, str], None]
 _ticks: Any = None
@@ -236,7 +236,7 @@ def trajectories(experiment: Experiment) -> pd.DataFrame:
     Columns: arm, seed, symbol, step, first, second, and `shown`, the share of the variance over symbols and steps that the
     two axes hold. The sign of an axis makes its largest final coordinate positive.
     """
-    from .em_chain import task
+    from .chain import task
 
     symbols = task().embedding.double()
     rows = []

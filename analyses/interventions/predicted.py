@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..hooks.attach import attach
-from ..hooks.call import AttentionCall, CallSite, Needs
-from ..hooks.refusals import BadRequest, NoAttentionSeen
-from ..hooks.site import Site
-from ..probe.frames import label
-from ..probe.law import law
-from ..probe.state import Key
-from .corpus import Batch
+from ...hooks.attach import attach
+from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.refusals import BadRequest, NoAttentionSeen
+from ...hooks.site import Site
+from ...probe.frames import label
+from ...probe.law import law
+from ...probe.state import Key
+from ..corpus import Batch
 
 Step = Literal["values", "scores"]
 

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..hooks.refusals import BadInput
-from .corpus import Batch, context_of, encode, read_text, start_token
-from .examples import text_file
+from ...hooks.refusals import BadInput
+from ..corpus import Batch, context_of, encode, read_text, start_token
+from ..examples import text_file
 
 Array = NDArray[np.float64]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from .em import Experiment, curves, trajectories
-from .em_arms import ARMS
-from .paired import Paired, paired
+from ..paired import Paired, paired
+from .arms import ARMS
+from .experiment import Experiment, curves, trajectories
 
 SAYS = {arm.name: arm.says for arm in ARMS}
 COMPARISONS = (
@@ -251,7 +251,7 @@ def _label(experiment: Experiment, name: str) -> str:
 
 def write(experiment: Experiment, folder: Path) -> None:
     """Figure (png, svg, pdf), tables (Parquet and CSV) and the JSON object into `folder`."""
-    from .export import write_frame, write_json
+    from ..export import write_frame, write_json
 
     drawing = figure(experiment)
     for ending in ("png", "svg", "pdf"):

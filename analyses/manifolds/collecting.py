@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..hooks.attach import attach
-from ..hooks.call import AttentionCall, CallSite, Needs
-from ..hooks.refusals import BadRequest, NoAttentionSeen
-from ..hooks.site import Site
-from ..probe.blockwise import vectors as blockwise_vectors
-from ..probe.frames import label
-from ..probe.law import law
-from ..probe.state import Key
-from .corpus import Batch
+from ...hooks.attach import attach
+from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.refusals import BadRequest, NoAttentionSeen
+from ...hooks.site import Site
+from ...probe.blockwise import vectors as blockwise_vectors
+from ...probe.frames import label
+from ...probe.law import law
+from ...probe.state import Key
+from ..corpus import Batch
 
 Array = NDArray[np.float64]
 Where = Literal["value", "output", "key", "residual", "upstream", "update"]

@@ -22,7 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from .collecting import Collected, collect
+from ..manifolds.collecting import Collected, collect
+from ..manifolds.manifold import pca
+from ..manifolds.nulls import DRAWS, bound, exchanged, half_samples
+from ..manifolds.readout import inside
 from .evidence import (
     SHOTS,
     beta_bernoulli,
@@ -33,9 +36,6 @@ from .evidence import (
     posterior,
     predictive,
 )
-from .manifold import pca
-from .nulls import DRAWS, bound, exchanged, half_samples
-from .readout import inside
 from .trials import CONTROLS, PER, Trials, batches, label_pairs, trials
 
 Array = NDArray[np.float64]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..hooks.attach import attach
-from ..hooks.call import AttentionCall, CallSite, Needs
-from ..hooks.refusals import BadRequest, NoAttentionSeen
-from ..hooks.site import Site
-from ..probe.law import law
+from ...hooks.attach import attach
+from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.refusals import BadRequest, NoAttentionSeen
+from ...hooks.site import Site
+from ...probe.law import law
 
 Loss = Callable[[nn.Module], Tensor]
 

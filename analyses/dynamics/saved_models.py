@@ -20,13 +20,13 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ..hooks.refusals import BadInput
-from ..probe.watch import watch
+from ...hooks.refusals import BadInput
+from ...probe.watch import watch
+from ..analyze import cross_entropy, cut
+from ..corpus import batches
+from ..loading import load
 from . import frame
-from .analyze import cross_entropy, cut
 from .attention_calls import heads
-from .corpus import batches
-from .loading import load
 
 CUTS = {"whole": 1, "half": 2, "quarter": 4}
 WINDOW, WINDOWS = 64, 64  # full maps are held, so windows are short and few
@@ -161,7 +161,7 @@ def write(saved: Saved, folder: Path) -> None:
     """Figure (png, svg, pdf), tables and the JSON object into `folder`."""
     from matplotlib.figure import Figure
 
-    from .export import write_frame, write_json
+    from ..export import write_frame, write_json
 
     drawing = Figure(figsize=(10, 4), layout="constrained")
     left, right = drawing.subplots(1, 2)

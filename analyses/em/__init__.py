@@ -1,0 +1,1 @@
+"""EM against SGD on the sticky chain: what a speed-up has to survive."""

@@ -1,0 +1,1 @@
+"""Geometry and in-context evidence of pretrained models, on shipped prompts."""
