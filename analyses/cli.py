@@ -31,11 +31,6 @@ app = typer.Typer(
     help="See how cross-entropy reshapes every attention head of a transformer.",
 )
 
-app.add_typer(tunnel_app, name="tunnel")
-register_geometry(app)
-add_run_commands(app)
-app.command()(em)
-app.command()(dynamics)
 
 Model = Annotated[str | None, typer.Argument(help="A local folder or a hub name; leave out with --example.")]
 Text = Annotated[
@@ -334,6 +329,13 @@ def version() -> None:
     from .. import __version__
 
     print(__version__)
+
+
+app.add_typer(tunnel_app, name="tunnel")
+register_geometry(app)
+add_run_commands(app)
+app.command()(em)
+app.command()(dynamics)
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 scripts/tunnel_figures.py.
 """
 
-from advantage_probe.analyses.wind_tunnels.shipped import evaluate, shipped_names
+from advantage_probe.analyses.wind_tunnels.recorded import recorded_controls
+from advantage_probe.analyses.wind_tunnels.shipped import MODELS, evaluate, shipped_names
 
 SEQUENCES = 2_000
 
@@ -29,6 +30,21 @@ def main() -> None:
                 cells.append(f"{figures.loc['model', column]:.5f} ± {figures.loc['model', f'{column}_ci']:.5f}")
                 cells.append(f"{rivals.min():.5f} ({rivals.idxmin()})")
             print(f"| `{result.name}` | {title} | {' | '.join(cells)} |")
+    print()
+    controls()
+
+
+def controls() -> None:
+    """What networks without attention reached, from the records beside the models."""
+    print("| model | control | KL, bits | entropy error, bits | fails at (KL > .05) | worst position |")
+    print("|---|---|---|---|---|---|")
+    for name in shipped_names():
+        table = recorded_controls(MODELS / name)
+        for kind, row in [] if table is None else table.iterrows():
+            print(
+                f"| `{name}` | {kind} | {row['kl']:.5f} | {row['entropy_error']:.5f} | {row['fails']} "
+                f"| {row['worst']} ({row['kl_there']:.3f}) |"
+            )
 
 
 if __name__ == "__main__":

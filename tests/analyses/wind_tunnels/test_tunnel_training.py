@@ -13,11 +13,13 @@ import torch
 
 from advantage_probe.analyses.wind_tunnels import Bijection, ConjugateCounts, NoisyChain
 from advantage_probe.analyses.wind_tunnels.calibration import calibrate, held_out, model_rows, table
-from advantage_probe.analyses.wind_tunnels.checkpoints import load_run, write_atomically
+from advantage_probe.analyses.wind_tunnels.checkpoints import load_card, load_run, write_atomically
 from advantage_probe.analyses.wind_tunnels.controls import KINDS, called, control, train_controls
 from advantage_probe.analyses.wind_tunnels.errors import TunnelError, UnknownTunnel, UnusableCheckpoint
 from advantage_probe.analyses.wind_tunnels.models import Shape, build, logits, parameter_count
-from advantage_probe.analyses.wind_tunnels.recipes import PRESETS, Recipe, recipe
+from advantage_probe.analyses.wind_tunnels.recipes import PRESETS, Recipe, recipe, shortened
+from advantage_probe.analyses.wind_tunnels.recorded import ranges, recorded_controls
+from advantage_probe.analyses.wind_tunnels.shipped import MODELS
 from advantage_probe.analyses.wind_tunnels.training import episode_length, learning_rate, objective, train
 
 TASK = Bijection(symbols=4, pairs=4, repeats=0.5)
@@ -182,6 +184,29 @@ def test_the_paper_preset_is_the_papers_shape():
         recipe("coin", "huge")
     with pytest.raises(UnknownTunnel, match="no shipped recipe"):
         recipe("coin", "shipped")
+
+
+def test_a_shortened_recipe_squeezes_its_whole_schedule():
+    whole = Recipe(steps=7_000, warm_up=200, growth=2_000, learning_rate=3e-3)
+    short = shortened(whole, 0.1)
+    assert (short.steps, short.warm_up, short.growth) == (700, 20, 200)
+    assert replace(short, steps=7_000, warm_up=200, growth=2_000) == whole
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match="share of the steps"):
+            shortened(whole, wrong)
+
+
+def test_recorded_controls_say_where_each_fails():
+    table = recorded_controls(MODELS / "bijection-repeats")
+    assert set(table.index) == set(KINDS)
+    assert (table["steps"] == load_card(MODELS / "bijection-repeats")["recipe"]["steps"]).all()
+    parameters = load_card(MODELS / "bijection-repeats")["parameters"]
+    assert ((table["parameters"] - parameters).abs() <= 0.02 * parameters).all()
+    assert recorded_controls(MODELS) is None
+    asked = [2, 4, 6, 8, 10]
+    assert ranges(asked, []) == "nowhere"
+    assert ranges(asked, asked) == "everywhere"
+    assert ranges(asked, [2, 4, 8]) == "2–4, 8"
 
 
 @pytest.mark.parametrize("kind", KINDS)
