@@ -59,7 +59,7 @@ def block_sizes(batch: int, heads: int, queries: int, keys: int, entries: int) -
     if entries < 1:
         raise BadRequest(f"The block size must be at least 1 entry, not {entries}.")
     # up to 128 rows, but at least four blocks of them where queries are few: blocks skip the keys that no row can see
-    r = min(queries, max(16, min(128, entries // max(1, keys), -(-queries // 4))))
+    r = min(queries, max(32, min(128, entries // max(1, keys), -(-queries // 4))))
     h = max(1, min(heads, entries // max(1, r * keys)))
     if h < heads:
         return 1, h, r
