@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import zoo
+from terminal import command
+from terminal import refused as checked
 
-from advantage_probe.analyses import cli
 from advantage_probe.analyses.export import read_csv
 from advantage_probe.analyses.manifolds.manifold import Manifold
 
@@ -21,26 +19,15 @@ WORDS = tuple("abcdefghijklmnopqrstuvw")
 
 def run(*arguments: object) -> tuple[int, str, str]:
     """Exit code, output and errors of a command in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["advantage-probe", *(str(argument) for argument in arguments)])
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    return code, out.getvalue(), err.getvalue()
+    result = command(*arguments)
+    return result.returncode, result.stdout, result.stderr
 
 
 def refused(*arguments: object) -> str:
     """The one sentence with which bad input is refused."""
-    code, _, err = run(*arguments)
-    assert code == 2, err
-    assert "Traceback" not in err
-    line = err.strip().splitlines()[-1]
-    assert line.startswith("advantage-probe: ")
-    return line
+    result = command(*arguments)
+    checked(result)
+    return result.stderr.strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
