@@ -77,7 +77,7 @@ class Watch(Readings):
         self._steps = Steps(None if history is None else History(history, named, frames.HISTORY), loggers(logger))
         self._weights: set[float | None] = set()
         self._weighed: float | None = None
-        self._step_weights: list[float] = []
+        self._step_weights: list[float | None] = []
         self._scale: float | None = None
         self._attachment = attach(model, self, reach_all=reach_all)
 
@@ -161,17 +161,17 @@ class Watch(Readings):
             )
         self._number, self._steps.sought = step, True
 
-    def weigh(self, loss_weight: float) -> None:
+    def weigh(self, loss_weight: float | None) -> None:
         """Say the weight of the loss that is backpropagated next, where the micro-batches of one step differ.
 
         It holds for every gradient that arrives until it is called again or the step is closed; `step(loss_weight=)`
-        multiplies it.
+        multiplies it. None: not known; u stays as it comes, and the weight of the whole step is recorded as unknown.
 
         Raises:
             ClosedWatch: after `close()`. BadRequest: for a weight that is not a positive number.
         """
         self._still_open()
-        self._weighed = _weight(loss_weight)
+        self._weighed = None if loss_weight is None else _weight(loss_weight)
         self._step_weights.append(self._weighed)
 
     def step(self, loss_weight: float | None = None) -> None:
@@ -204,7 +204,9 @@ class Watch(Readings):
         if weight is not None:
             self._open.divide(weight)
         if self._step_weights:
-            weight = (weight or 1.0) * sum(self._step_weights) / len(self._step_weights)
+            known = [part for part in self._step_weights if part is not None]
+            complete = len(known) == len(self._step_weights)
+            weight = (weight or 1.0) * sum(known) / len(known) if complete else None
         self._open.close_step()
         self._weights.add(weight)
         sums = {key: entry.sums.copy(replicated=False) for key, entry in self._open.entries.items()}
