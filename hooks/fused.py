@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .tap import Delivery
+from .tap import Delivery, savable
 from .visibility import Visibility
 
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
@@ -86,4 +86,4 @@ def fused(
     delivery: Delivery, fuse: Fuse, run: Kernel, query: Tensor, key: Tensor, value: Tensor, *others: Tensor
 ) -> Tensor:
     """The kernel's output (B,Q,H,V); in its backward `fuse` gives the gradients. `others` as in `delivery.parts[4:]`."""
-    return _Fused.apply(delivery, fuse, run, query, key, value, *others)
+    return _Fused.apply(delivery, fuse, run, query, key, value, *savable(others))
