@@ -159,7 +159,9 @@ class Watch(Readings):
                 f"The step counter went backwards, from {self._number} to {step}; call watch.reset() first, or open a new "
                 "watch for the resumed run."
             )
-        self._number, self._steps.sought = step, True
+        self._number = step
+        if not self._steps.count:
+            self._steps.sought = step
 
     def weigh(self, loss_weight: float | None) -> None:
         """Say the weight of the loss that is backpropagated next, where the micro-batches of one step differ.
@@ -261,7 +263,7 @@ class Watch(Readings):
             self._open, self._closed_steps = State(), State()
             self._steps, self._weights = Steps(self._steps.history, self._steps.loggers), set()
             self._weighed, self._step_weights = None, []
-            self._steps.sought = True
+            self._steps.sought = 0
 
     def flush(self) -> None:
         """Write the history rows that wait, as every 64 observed steps, every 30 seconds and `close()` do.
