@@ -22,7 +22,9 @@ import pandas as pd
 
 from ..hooks.refusals import BadInput
 from ..probe.frames import readable
+from ..probe.statistics import SUMS
 
+_TEXT = {"module", "label", "stack", "kind", "status", "side", "direction", "token", "query_token", "key_token"}
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
@@ -117,7 +119,7 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
         if path.suffix == ".parquet":
             table.to_parquet(partial, index=False)
         else:
-            _strings(table, _inert).to_csv(partial, index=False, encoding="utf-8", lineterminator="\n")
+            _write_csv(table, partial)
 
 
 def _strings(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
@@ -136,15 +138,33 @@ def _inert(text: str) -> str:
     return f"'{text}" if not text or text.startswith(_FORMULA) else text
 
 
+def _write_csv(table: pd.DataFrame, path: Path) -> None:
+    table = _strings(table, _inert)
+    # a lone carriage return is quoted only where it belongs to the end of a line
+    strings = [table[name].dropna() for name in table if isinstance(table[name].dtype, pd.StringDtype)]
+    odd = any(column.str.contains("\r", regex=False).any() for column in strings)
+    table.to_csv(path, index=False, encoding="utf-8", lineterminator="\r\n" if odd else "\n")
+
+
 def write_frame(table: pd.DataFrame, stem: Path) -> None:
     """`stem`.parquet and `stem`.csv of one frame."""
     table.to_parquet(stem.with_suffix(".parquet"), index=False)
-    _strings(table, _inert).to_csv(stem.with_suffix(".csv"), index=False, encoding="utf-8", lineterminator="\n")
+    _write_csv(table, stem.with_suffix(".csv"))
 
 
 def read_csv(path: Path) -> pd.DataFrame:
     """A frame written by `write_frame`, strings as they were and missing values missing."""
-    table = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype_backend="numpy_nullable", encoding="utf-8")
+    names = set(pd.read_csv(path, nrows=0, encoding="utf-8").columns)
+    # tokens and identities that look like numbers are none; elsewhere a sequence is numbered
+    text = (_TEXT & names) | ({"sequence"} if {"sequence", *SUMS} <= names else set())
+    table = pd.read_csv(
+        path,
+        keep_default_na=False,
+        na_values=[""],
+        dtype=dict.fromkeys(text, "string"),
+        dtype_backend="numpy_nullable",
+        encoding="utf-8",
+    )
     return _strings(table, lambda text: text.removeprefix("'"))
 
 

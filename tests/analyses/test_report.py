@@ -16,6 +16,7 @@ from advantage_probe.analyses.corpus import Window
 from advantage_probe.analyses.report import html
 from advantage_probe.hooks.refusals import BadInput
 from advantage_probe.probe.frames import spell
+from advantage_probe.probe.statistics import SUMS
 
 EVIL = [
     "</script><script>alert(1)</script>",
@@ -132,3 +133,13 @@ def test_json_has_no_numbers_that_json_does_not_know() -> None:
         "b": [None, 1],
         "c": None,
     }
+
+
+def test_strings_that_look_like_numbers_or_hold_carriage_returns_come_back_from_csv(tmp_path) -> None:
+    for tokens in (["1", "02"], ["True", "False"], ["1e5", "\r"], ["a\rb", "x\r\ny"], ["\n", " "]):
+        frame = pd.DataFrame({"token": pd.array(tokens, dtype="string"), "position": [0, 1]})
+        export.write_frame(frame, tmp_path / "tokens")
+        assert export.read_csv(tmp_path / "tokens.csv")["token"].tolist() == tokens
+    rows = pd.DataFrame({"sequence": ["0000000000000012", "12e4567890123456"], **dict.fromkeys(SUMS, 1.0)})
+    export.write_frame(rows.astype({"sequence": "category"}), tmp_path / "sequences")
+    assert export.read_csv(tmp_path / "sequences.csv")["sequence"].tolist() == rows["sequence"].tolist()
