@@ -78,9 +78,9 @@ def map_data(one: HeadMap) -> dict[str, Any]:
 
 
 def all_maps(maps: Maps) -> dict[str, Any]:
-    """Maps by label, the finer one where there is one; and which are fine."""
+    """Maps by label, the finer one where there is one; and which are fine. A file keeps no order, so it is made here."""
     chosen: Mapping[str, HeadMap] = {**maps.pooled, **maps.fine}
-    return {"heads": {name: map_data(one) for name, one in chosen.items()}, "fine": sorted(maps.fine)}
+    return {"heads": {name: map_data(chosen[name]) for name in sorted(chosen)}, "fine": sorted(maps.fine)}
 
 
 def edge_lists(edges: pd.DataFrame) -> dict[str, dict[str, list[Any]]]:
