@@ -135,7 +135,7 @@ def where(found: Resampled | None) -> str:
             "Where: this run kept no sequences apart, so no layer or head can be singled out; analyse the text again."
         )
     if not np.nansum(found.whole["score_slope"]):
-        return "Where: no head has a score slope that is known, so no layer or head can be singled out."
+        return "Where: no head has a score slope that is known and not zero, so no layer or head can be singled out."
     layer, share, low, high = share_by_layer(found)[0]
     text = f"Where: layer {layer} holds {share:.0%} of the heads' score slope"
     text += f" (95 % over sequences: {low:.0%} to {high:.0%})" if found.sequences >= FEWEST else ""

@@ -35,6 +35,7 @@ class Watched(Protocol):
     @property
     def error(self) -> Exception | None: ...
     def seek(self, step: int) -> None: ...
+    def drop(self) -> None: ...
     def weigh(self, loss_weight: float | None) -> None: ...
     def step(self, loss_weight: float | None = None) -> None: ...
     def flush(self) -> None: ...
@@ -47,7 +48,7 @@ class Closing:
     """
 
     def __init__(self, watch: Watched) -> None:
-        for name in ("step", "seek", "weigh", "flush"):
+        for name in ("step", "seek", "drop", "weigh", "flush"):
             if not callable(getattr(watch, name, None)):
                 raise BadRequest(f"A training hook takes the watch that watch(model) returned, not {watch!r}.")
         self.watch, self._observed, self._broken = watch, False, False
@@ -57,6 +58,7 @@ class Closing:
             raise ClosedWatch("This watch is closed; open a new one with watch(model) for this run.")
         if number != self.watch.number or number:
             self.watch.seek(number)
+        self.watch.drop()  # of a run that was given up in the middle of a step
 
     def step(self, loss_weight: float | None = None) -> None:
         if self._broken or (self.watch.closed and self.watch.error is None):  # an error of ours closes the watch
@@ -182,8 +184,8 @@ class TrainerHook(TrainerCallback):
 
 
 def _inner(model: nn.Module) -> Any:
-    """The model itself, where it lies inside adapters of PEFT."""
-    return model.base_model.model if hasattr(model, "peft_config") else model  # type: ignore[union-attr]
+    """The model itself, where it lies inside adapters of PEFT; adapters that transformers itself added lie inside it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def takes_items(model: nn.Module) -> bool:

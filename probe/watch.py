@@ -146,7 +146,8 @@ class Watch(Readings):
         return self._number % self.every == 0
 
     def seek(self, step: int) -> None:
-        """Go on at step number `step`, as after loading a checkpoint; rows of the history from there on are replaced.
+        """Go on at step number `step`, as after loading a checkpoint; rows of the history from there on are replaced, and
+        what came since the last step belongs to none.
 
         Raises:
             ClosedWatch: after `close()`. BadRequest: for a number that lies before a step that this watch has closed.
@@ -162,6 +163,13 @@ class Watch(Readings):
         self._number = step
         if not self._steps.count:
             self._steps.sought = step
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what came since the last step, as when a step is given up half-way and begun again."""
+        with self._lock:
+            self._open, self._scale = State(), None
+            self._weighed, self._step_weights = None, []
 
     def weigh(self, loss_weight: float | None) -> None:
         """Say the weight of the loss that is backpropagated next, where the micro-batches of one step differ.

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from zoo import gpt2, llama
 
 import advantage_probe as ap
-from advantage_probe.hooks.training import shifts_labels
+from advantage_probe.hooks.training import loss_names, shifts_labels, takes_items
 
 STEPS, ACCUMULATION, BATCH, LENGTH, SAVED, KILLED = 64, 2, 2, 12, 40, 47
 
@@ -492,6 +492,18 @@ def test_a_model_that_takes_the_number_of_items_and_ignores_it_is_weighed_by_its
     same_history(watch.history(), expected)
 
 
+def test_adapters_are_looked_through_whoever_added_them():
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(made()[0], LoraConfig(target_modules=["q_proj"]))
+    native = made()[0]
+    native.peft_config = {"default": LoraConfig()}  # as `native.add_adapter` leaves it
+    for model in (wrapped, native):
+        assert shifts_labels(model)
+        assert takes_items(model)
+        assert "loss_function" in loss_names(model)
+
+
 def test_a_class_name_alone_does_not_say_that_labels_are_shifted():
     from transformers import BartConfig, BartForCausalLM
 
@@ -533,3 +545,18 @@ def test_a_micro_batch_whose_weight_is_not_known_makes_the_weight_of_its_step_un
             model(**stacked(DATA[:2])).loss.backward()
         watch.step()
     assert watch.loss_weight == "unknown"
+
+
+def test_half_a_step_of_a_run_that_was_given_up_is_no_part_of_the_next_one(tmp_path):
+    class GiveUp(TrainerCallback):
+        def on_substep_end(self, args, state, control, **_):
+            raise KeyboardInterrupt
+
+    expected, _, _ = by_hand()
+    model, optimizer = made()
+    with ap.watch(model) as watch:
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path / "first", model, optimizer, ap.TrainerHook(watch), GiveUp()).train()
+        model.zero_grad()
+        trainer(tmp_path / "second", model, optimizer, ap.TrainerHook(watch), max_steps=2).train()
+    same_history(watch.history(), expected[expected["step"] < 2])
