@@ -135,7 +135,7 @@ def lines(heads: pd.DataFrame) -> list[dict[str, Any]]:
     """The lines of the layer × head picture: one per module and use."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for row in heads.itertuples():
-        name = str(row.label).rsplit("H", 1)[0]
+        name = str(row.label).rsplit("H", 1)[0].rstrip(".")
         rows.setdefault((str(row.module), int(row.use)), {"name": name, "labels": []})["labels"].append(str(row.label))
     return list(rows.values())
 

@@ -90,7 +90,7 @@ def resampled(sequences: pd.DataFrame) -> Resampled | None:
     weights = bootstrap.weights([int(name, 16) for name in names]).numpy()
     drawn = np.tensordot(weights, sums, 1)
     # stacks and cross attention count their layers each for itself
-    layers = [str(name).rsplit("H", 1)[0].removeprefix("L") for name in heads["label"]]
+    layers = [str(name).rsplit("H", 1)[0].rstrip(".").removeprefix("L") for name in heads["label"]]
     return Resampled(heads["label"].astype(str).tolist(), layers, len(names), columns(sums.sum(0)), columns(drawn))
 
 

@@ -300,3 +300,37 @@ def test_an_open_step_is_not_mixed_with_what_was_merged() -> None:
         other.merge(closed)
         model(**zoo.batch("llama", seed=1)).loss.backward()
         pd.testing.assert_frame_equal(other.heads(), closed.heads())
+
+
+class Twice(torch.nn.Module):
+    """Four attention modules: two whose names have no layer, and two in one layer."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.inner(x).chunk(3, -1))
+            output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return x + output.transpose(1, 2).flatten(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.Attention(), self.Attention()
+        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"near": self.Attention(), "far": self.Attention()})])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        return self.layers[0]["far"](self.layers[0]["near"](x))
+
+
+def test_no_head_is_lost_to_a_logger_because_another_one_has_its_name() -> None:
+    model, told = Twice(), []
+    with ap.watch(model, logger=lambda values, step: told.append(values)) as watch:
+        model(torch.randn(2, 5, 8)).sin().sum().backward()
+        watch.step(loss_weight=1.0)
+    names = sorted(name for name in told[0] if name.endswith("/routing_pressure"))
+    assert len(names) == 8
+    assert "probe/first.H0/routing_pressure" in names
+    assert "probe/layers.0.near.L0H1/routing_pressure" in names
