@@ -48,14 +48,18 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         elif out.exists():
             old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:40]}-old-"))
             out.rename(old / "run")
-            work.rename(out)
-            shutil.rmtree(old)
+            try:
+                work.rename(out)
+            except BaseException:
+                (old / "run").rename(out)
+                old.rmdir()
+                raise
+            shutil.rmtree(old, ignore_errors=True)
         else:
             work.rename(out)
     except OSError as error:
-        raise BadInput(
-            f"{str(out)!r} could not be written ({error.strerror or error}); nothing was left there."
-        ) from error
+        kept = "what was there is unchanged" if out.is_dir() and any(out.iterdir()) else "nothing was left there"
+        raise BadInput(f"{str(out)!r} could not be written ({error.strerror or error}); {kept}.") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
