@@ -129,12 +129,14 @@ def analyze(
     Raises:
         Whatever the watch refuses; NoGradientReached when no head received a gradient.
     """
+    offset = int(start_token(tokenizer) is not None)
+    # a window without a target would be counted with those it happens to be batched with
+    items = [window for window in items if asked.within(window, offset)]
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     longest = max(len(window.ids) for window in items)
     size = batch_size or max(1, min(16, LOGITS // (vocabulary * longest)))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     found = {"texts": sorted({window.source for window in items}), "window_tokens": longest, "batch_size": size}
-    offset = int(start_token(tokenizer) is not None)
     groups = [
         asked.apply(batch, items[place * size : (place + 1) * size], offset)
         for place, batch in enumerate(batches(items, size, padding))
@@ -227,7 +229,7 @@ def collect(
             "targets": targets,
             "loss": total / targets,
             "loss_kind": asked.loss,
-            "loss_targets": asked.targets,
+            "loss_targets": asked.told,
             "loss_unit": asked.unit,
             "loss_reduction": "mean over targets; u divided by 1/targets, so numbers are per summed loss",
             "seconds": round(time.monotonic() - began, 2),

@@ -23,6 +23,7 @@ from .stored import Stored
 
 DRAWS = 999
 LEVEL = 0.95
+BLOCK = 2**24  # sums of draws that are held at once
 FEWEST = 6  # pairs: below, even all signs alike are no rarer than 1 in 32
 # columns that do not depend on the gauge of (W_V, W_O) or on how long the text is
 COMPARABLE = (
@@ -156,8 +157,11 @@ def _compared(heads: pd.DataFrame, first: Array, second: Array, *, paired: bool,
             draw[: len(first)], draw[len(first) :] = ~swap, swap
         else:
             draw[generator.permutation(len(together))[: len(first)]] = 1
-    ones = np.tensordot(chosen, together, 1)  # (R,H,C)
-    null = _values(together.sum(0) - ones) - _values(ones)
+    parts = []
+    for some in np.array_split(chosen, max(1, draws * together[0].size // BLOCK)):  # (R,H,C) of many heads is gigabytes
+        ones = np.tensordot(some, together, 1)
+        parts.append(_values(together.sum(0) - ones) - _values(ones))
+    null = np.concatenate(parts)
     with np.errstate(invalid="ignore", divide="ignore"):
         spread = np.sqrt(np.nanmean(null**2, axis=0))
         unit = np.where(spread > 0, spread, np.inf)

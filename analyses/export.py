@@ -22,7 +22,9 @@ import pandas as pd
 
 from ..hooks.refusals import BadInput
 from ..probe.frames import readable
+from ..probe.statistics import SUMS
 
+_TEXT = {"module", "label", "stack", "kind", "status", "side", "direction", "token", "query_token", "key_token"}
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
@@ -46,14 +48,18 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         elif out.exists():
             old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:40]}-old-"))
             out.rename(old / "run")
-            work.rename(out)
-            shutil.rmtree(old)
+            try:
+                work.rename(out)
+            except BaseException:
+                (old / "run").rename(out)
+                old.rmdir()
+                raise
+            shutil.rmtree(old, ignore_errors=True)
         else:
             work.rename(out)
     except OSError as error:
-        raise BadInput(
-            f"{str(out)!r} could not be written ({error.strerror or error}); nothing was left there."
-        ) from error
+        kept = "what was there is unchanged" if out.is_dir() and any(out.iterdir()) else "nothing was left there"
+        raise BadInput(f"{str(out)!r} could not be written ({error.strerror or error}); {kept}.") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -117,7 +123,7 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
         if path.suffix == ".parquet":
             table.to_parquet(partial, index=False)
         else:
-            _strings(table, _inert).to_csv(partial, index=False, encoding="utf-8", lineterminator="\n")
+            _write_csv(table, partial)
 
 
 def _strings(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
@@ -136,15 +142,33 @@ def _inert(text: str) -> str:
     return f"'{text}" if not text or text.startswith(_FORMULA) else text
 
 
+def _write_csv(table: pd.DataFrame, path: Path) -> None:
+    table = _strings(table, _inert)
+    # a lone carriage return is quoted only where it belongs to the end of a line
+    strings = [table[name].dropna() for name in table if isinstance(table[name].dtype, pd.StringDtype)]
+    odd = any(column.str.contains("\r", regex=False).any() for column in strings)
+    table.to_csv(path, index=False, encoding="utf-8", lineterminator="\r\n" if odd else "\n")
+
+
 def write_frame(table: pd.DataFrame, stem: Path) -> None:
     """`stem`.parquet and `stem`.csv of one frame."""
     table.to_parquet(stem.with_suffix(".parquet"), index=False)
-    _strings(table, _inert).to_csv(stem.with_suffix(".csv"), index=False, encoding="utf-8", lineterminator="\n")
+    _write_csv(table, stem.with_suffix(".csv"))
 
 
 def read_csv(path: Path) -> pd.DataFrame:
     """A frame written by `write_frame`, strings as they were and missing values missing."""
-    table = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype_backend="numpy_nullable", encoding="utf-8")
+    names = set(pd.read_csv(path, nrows=0, encoding="utf-8").columns)
+    # tokens and identities that look like numbers are none; elsewhere a sequence is numbered
+    text = (_TEXT & names) | ({"sequence"} if {"sequence", *SUMS} <= names else set())
+    table = pd.read_csv(
+        path,
+        keep_default_na=False,
+        na_values=[""],
+        dtype=dict.fromkeys(text, "string"),
+        dtype_backend="numpy_nullable",
+        encoding="utf-8",
+    )
     return _strings(table, lambda text: text.removeprefix("'"))
 
 

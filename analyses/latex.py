@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pandas as pd
+
+from ..hooks.refusals import BadRequest
 
 COLUMNS = ("routing_pressure", "content_relative", "alignment", "coherence", "effective_keys")
 _ESCAPES = {
@@ -30,6 +33,8 @@ def number(value: float) -> str:
     """Three significant digits; powers of ten as mathematics."""
     if pd.isna(value):
         return "--"
+    if math.isinf(value):
+        return r"$\infty$" if value > 0 else r"$-\infty$"
     text = f"{value:.3g}"
     if "e" not in text:
         return f"${text}$"
@@ -42,6 +47,9 @@ def heads_table(heads: pd.DataFrame, labels: Sequence[str], caption: str) -> str
 
     Args:
         heads: as `Watch.heads(intervals=True)`. labels: which heads, in this order. caption: its text.
+
+    Raises:
+        BadRequest: for a label that the table does not have, or has twice.
     """
     rows = heads.set_index(heads["label"].astype(str))
     names = [name for name in COLUMNS if name in heads]
@@ -56,6 +64,9 @@ def heads_table(heads: pd.DataFrame, labels: Sequence[str], caption: str) -> str
         r"\midrule",
     ]
     for label in labels:
+        count = int((rows.index == label).sum())
+        if count != 1:
+            raise BadRequest(f"The heads table has {count} heads named {label!r}; name one that it has once.")
         row = rows.loc[label]
         cells = [escaped(label)]
         for name in names:

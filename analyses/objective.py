@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import csv
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,20 @@ class Objective:
     loss: Loss = "ce"
     targets: str = "all"
     asked: tuple[Asked, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """What a run records, so that runs of other targets are not held against it."""
+        if self.targets != "file":
+            return self.targets
+        return f"file {hashlib.sha256(repr(sorted(self.asked, key=repr)).encode()).hexdigest()[:16]}"
+
+    def within(self, window: Window, offset: int) -> bool:
+        """Whether a window holds any target."""
+        return self.targets != "file" or any(
+            one.text == window.source and 0 <= one.position - window.start + offset - 1 < len(window.ids) - 1
+            for one in self.asked
+        )
 
     @property
     def unit(self) -> str:
@@ -121,6 +136,10 @@ def objective(
     if not rows:
         raise BadInput(f"{targets!r} names no target.")
     asked = tuple(_row(row, place + 2, targets, texts, tokenizer, windows, offset) for place, row in enumerate(rows))
+    places = [(one.text, one.position) for one in asked]
+    for line, place in enumerate(places):
+        if place in places[:line]:
+            raise BadInput(f"{targets!r}, line {line + 2}: position {place[1]} of {place[0]!r} is asked for twice.")
     return Objective(loss, "file", asked)
 
 

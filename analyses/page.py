@@ -78,7 +78,7 @@ def map_data(one: HeadMap) -> dict[str, Any]:
 
 
 def all_maps(maps: Maps) -> dict[str, Any]:
-    """Maps by label, the finer one where there is one; and which are fine."""
+    """Maps by label, the finer one where there is one; and which are fine. A file keeps no order, so it is made here."""
     chosen: Mapping[str, HeadMap] = {**maps.pooled, **maps.fine}
     return {"heads": {name: map_data(chosen[name]) for name in sorted(chosen)}, "fine": sorted(maps.fine)}
 
@@ -135,7 +135,7 @@ def lines(heads: pd.DataFrame) -> list[dict[str, Any]]:
     """The lines of the layer × head picture: one per module and use."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for row in heads.itertuples():
-        name = str(row.label).rsplit("H", 1)[0]
+        name = str(row.label).rsplit("H", 1)[0].rstrip(".")
         rows.setdefault((str(row.module), int(row.use)), {"name": name, "labels": []})["labels"].append(str(row.label))
     return list(rows.values())
 

@@ -111,7 +111,7 @@ def layer_head(
 
 def _row_label(heads: pd.DataFrame, module: str, use: int) -> str:
     first = heads[(heads["module"].astype(str) == module) & (heads["use"] == use)]["label"].astype(str).iloc[0]
-    return first.rsplit("H", 1)[0]
+    return first.rsplit("H", 1)[0].rstrip(".")
 
 
 def head_map(

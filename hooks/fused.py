@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .tap import Delivery
+from .tap import Delivery, savable
 from .visibility import Visibility
 
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
@@ -47,6 +47,8 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         output, _ = run(query, key, value)
         ctx.delivery, ctx.fuse, ctx.run = delivery, fuse, run
+        kind = query.device.type
+        ctx.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(output, query, key, value, *others)
         return output
@@ -68,7 +70,8 @@ class _Fused(torch.autograd.Function):
         except Exception as error:
             delivery.fail(error)
         if found is None:
-            found = _by_the_kernel(ctx.run, inputs, upstream)
+            with ctx.autocast:  # as in the forward: the kernel may have got its inputs in several precisions
+                found = _by_the_kernel(ctx.run, inputs, upstream)
         delivery.pending = False
         delivery.passed()
         return None, None, None, *(part.to(given.dtype) for part, given in zip(found, inputs)), *unused
@@ -79,11 +82,11 @@ def _by_the_kernel(run: Kernel, inputs: tuple[Tensor, ...], upstream: Tensor) ->
     with torch.enable_grad():
         leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
         output, _ = run(*leaves)
-    return torch.autograd.grad(output, leaves, upstream)
+    return torch.autograd.grad(output, leaves, upstream.to(output.dtype))
 
 
 def fused(
     delivery: Delivery, fuse: Fuse, run: Kernel, query: Tensor, key: Tensor, value: Tensor, *others: Tensor
 ) -> Tensor:
     """The kernel's output (B,Q,H,V); in its backward `fuse` gives the gradients. `others` as in `delivery.parts[4:]`."""
-    return _Fused.apply(delivery, fuse, run, query, key, value, *others)
+    return _Fused.apply(delivery, fuse, run, query, key, value, *savable(others))

@@ -37,6 +37,8 @@ _kept: list[tuple[Hashable, list[tuple[Tensor | None, int]], Any]] = []
 def remembered(key: Hashable, tensors: Sequence[Tensor | None], answer: Callable[[], Answer]) -> Answer:
     """`answer()`, or what it gave for the same `key` and the same, unchanged tensors."""
     global _kept
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # it does not tell when it was changed
+        return answer()
     for known, held, found in _kept:
         if known == key and all(
             _same(one, version, other) for (one, version), other in zip(held, tensors, strict=True)

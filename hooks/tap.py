@@ -185,7 +185,12 @@ def saving_is_hooked() -> bool:
 
 def tap_output(delivery: Delivery, output: Tensor, others: tuple[Tensor, ...], anchor: Tensor | None) -> Tensor:
     """`output` (B,Q,H,V), unchanged, with the delivery in its backward; `others` as in `delivery.parts[1:]`."""
-    return _OutputTap.apply(delivery, anchor, output, *others)
+    return _OutputTap.apply(delivery, anchor, output, *savable(others))
+
+
+def savable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same; a mask that was made in inference mode, which autograd does not save, as a copy."""
+    return tuple(tensor.clone() if tensor.is_inference() else tensor for tensor in tensors)
 
 
 def tap_inputs(delivery: Delivery, anchor: Tensor | None, **inputs: Tensor) -> tuple[Tensor, ...]:

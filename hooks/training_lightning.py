@@ -59,10 +59,9 @@ class LightningHook(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         count = self._targets(batch)
         self._parts += 1
-        if count:
-            self._weighed += 1
-            if self.watch.observing and not self.watch.closed:
-                self.watch.weigh(1.0 / (count * trainer.accumulate_grad_batches))
+        self._weighed += bool(count)
+        if self.watch.observing and not self.watch.closed:
+            self.watch.weigh(1.0 / (count * trainer.accumulate_grad_batches) if count else None)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self._steps:

@@ -45,12 +45,15 @@ def _typed(table: pd.DataFrame, *, sums: bool = False) -> pd.DataFrame:
 
 
 def label(key: Key, head: int) -> str:
-    """Short name of a head, such as L3H7; prefixed by its stack and, for cross attention, by "x"."""
+    """Short name of a head, such as L3H7; prefixed by its stack and, for cross attention, by "x". Where the module's name
+    has no layer, the name itself stands for it: blocks.attention.H7.
+    """
+    use = f"u{key.use}" if key.use else ""
+    if key.site.layer < 0:
+        return f"{key.site.module or '?'}.H{head}{use}"
     stack = f"{key.site.stack}." if key.site.stack else ""
     cross = "x" if key.site.kind == "cross" else ""
-    layer = "?" if key.site.layer < 0 else str(key.site.layer)
-    use = f"u{key.use}" if key.use else ""
-    return f"{stack}{cross}L{layer}H{head}{use}"
+    return f"{stack}{cross}L{key.site.layer}H{head}{use}"
 
 
 def _ordered(state: State, backward: int) -> list[tuple[Key, Entry]]:

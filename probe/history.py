@@ -21,6 +21,17 @@ FORMAT = 1
 _MARK = b"advantage_probe"
 
 
+def _name(rows: pd.DataFrame) -> str:
+    return f"part-{int(rows['step'].min()):012d}.parquet"
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """Categories with indices of one width: else a file with more of them cannot be read after one with few."""
+    wide = pa.dictionary(pa.int32(), pa.string())
+    fields = [field.with_type(wide) if pa.types.is_dictionary(field.type) else field for field in table.schema]
+    return table.cast(pa.schema(fields, metadata=table.schema.metadata))
+
+
 class History:
     """Rows of closed steps in `folder`, which belongs to one model.
 
@@ -59,14 +70,26 @@ class History:
         return int(pq.read_table(parts[-1], columns=["step"])["step"].to_numpy().max()) if parts else None
 
     def append(self, rows: pd.DataFrame) -> None:
-        """Write rows of steps after `last`, all of them or none."""
+        """Write rows of steps after `last`, all of them or none.
+
+        Raises:
+            BadRequest: when those steps are there, because somebody else writes into the folder.
+        """
         if rows.empty:
             return
+        if (self.folder / _name(rows)).exists():
+            raise BadRequest(
+                f"Another watch writes its steps into the history {str(self.folder)!r}; give every watch, and every "
+                "process of a distributed run, a folder of its own."
+            )
+        self._write(rows)
+
+    def _write(self, rows: pd.DataFrame) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        table = pa.Table.from_pandas(rows, preserve_index=False)
+        table = _plain(pa.Table.from_pandas(rows, preserve_index=False))
         told = json.dumps({"format": FORMAT, "model": self.model, "columns": self.columns}).encode()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), _MARK: told})
-        name = f"part-{int(rows['step'].min()):012d}.parquet"
+        name = _name(rows)
         partial = self.folder / f".{name}"
         try:
             pq.write_table(table, partial, row_group_size=max(1, len(rows)))
@@ -84,7 +107,7 @@ class History:
             if kept.empty:
                 part.unlink()
             else:
-                self.append(kept)
+                self._write(kept)
 
     def read(self) -> list[pd.DataFrame]:
         """The rows of every file, in the order of their steps."""

@@ -45,7 +45,7 @@ class Readings:
             raise self._error
         with self._lock:
             whole = self._closed_steps.copy()
-            if not self._steps:  # an open step still carries its loss weight, so it is not mixed with closed ones
+            if not whole.entries:  # an open step still carries its loss weight, so it is not mixed with closed ones
                 whole.merge(self._open)
         return whole
 
@@ -67,7 +67,8 @@ class Readings:
         with self._lock:
             self._closed_steps.merge(state)
             if isinstance(other, Readings):
-                self._weights |= other._weights
+                # what an open step holds still carries its weight
+                self._weights |= other._weights or ({None} if state.entries else set())
 
     @property
     def loss_weight(self) -> float | str:

@@ -47,7 +47,7 @@ class Steps:
         self.history, self.loggers = history, list(loggers)
         self.waiting: list[Step] = []
         self.count = 0
-        self.sought = False
+        self.sought: int | None = None
         self._flushed_at = time.monotonic()
         self._complained = False
 
@@ -61,8 +61,10 @@ class Steps:
             BadRequest: at the first step, when the history folder already holds it and the run was not told to resume.
         """
         if self.history is not None and not self.count:
-            self.history.resumable(step.number, self.sought)
-            self.history.cut(step.number)
+            told = self.sought is not None
+            self.history.resumable(step.number, told)
+            # from where the run goes on, also where its first observed step comes later
+            self.history.cut(min(step.number, self.sought) if self.sought is not None else step.number)
         self.waiting.append(step)
         self.count += 1
         self._tell(step)

@@ -60,7 +60,11 @@ def units(call: AttentionCall) -> Units | None:
         (number, visibility.mask),
         lambda: not crosses(number, visibility.structure, visibility.mask),
     )
-    return remembered("units", (number,), lambda: _units(call, number)) if apart else None
+    if not apart:
+        return None
+    # forwards whose backwards come together may share position ids and hold other tokens
+    told = call.call.sequences
+    return remembered(("units", told.identities), (number, told.query_ids, rows), lambda: _units(call, number))
 
 
 def _units(call: AttentionCall, number: Tensor) -> Units:

@@ -77,7 +77,7 @@ class Watch(Readings):
         self._steps = Steps(None if history is None else History(history, named, frames.HISTORY), loggers(logger))
         self._weights: set[float | None] = set()
         self._weighed: float | None = None
-        self._step_weights: list[float] = []
+        self._step_weights: list[float | None] = []
         self._scale: float | None = None
         self._attachment = attach(model, self, reach_all=reach_all)
 
@@ -146,7 +146,8 @@ class Watch(Readings):
         return self._number % self.every == 0
 
     def seek(self, step: int) -> None:
-        """Go on at step number `step`, as after loading a checkpoint; rows of the history from there on are replaced.
+        """Go on at step number `step`, as after loading a checkpoint; rows of the history from there on are replaced, and
+        what came since the last step belongs to none.
 
         Raises:
             ClosedWatch: after `close()`. BadRequest: for a number that lies before a step that this watch has closed.
@@ -159,19 +160,28 @@ class Watch(Readings):
                 f"The step counter went backwards, from {self._number} to {step}; call watch.reset() first, or open a new "
                 "watch for the resumed run."
             )
-        self._number, self._steps.sought = step, True
+        self._number = step
+        if not self._steps.count:
+            self._steps.sought = step
+        self.drop()
 
-    def weigh(self, loss_weight: float) -> None:
+    def drop(self) -> None:
+        """Forget what came since the last step, as when a step is given up half-way and begun again."""
+        with self._lock:
+            self._open, self._scale = State(), None
+            self._weighed, self._step_weights = None, []
+
+    def weigh(self, loss_weight: float | None) -> None:
         """Say the weight of the loss that is backpropagated next, where the micro-batches of one step differ.
 
         It holds for every gradient that arrives until it is called again or the step is closed; `step(loss_weight=)`
-        multiplies it.
+        multiplies it. None: not known; u stays as it comes, and the weight of the whole step is recorded as unknown.
 
         Raises:
             ClosedWatch: after `close()`. BadRequest: for a weight that is not a positive number.
         """
         self._still_open()
-        self._weighed = _weight(loss_weight)
+        self._weighed = None if loss_weight is None else _weight(loss_weight)
         self._step_weights.append(self._weighed)
 
     def step(self, loss_weight: float | None = None) -> None:
@@ -204,7 +214,9 @@ class Watch(Readings):
         if weight is not None:
             self._open.divide(weight)
         if self._step_weights:
-            weight = (weight or 1.0) * sum(self._step_weights) / len(self._step_weights)
+            known = [part for part in self._step_weights if part is not None]
+            complete = len(known) == len(self._step_weights)
+            weight = (weight or 1.0) * sum(known) / len(known) if complete else None
         self._open.close_step()
         self._weights.add(weight)
         sums = {key: entry.sums.copy(replicated=False) for key, entry in self._open.entries.items()}
@@ -259,7 +271,7 @@ class Watch(Readings):
             self._open, self._closed_steps = State(), State()
             self._steps, self._weights = Steps(self._steps.history, self._steps.loggers), set()
             self._weighed, self._step_weights = None, []
-            self._steps.sought = True
+            self._steps.sought = 0
 
     def flush(self) -> None:
         """Write the history rows that wait, as every 64 observed steps, every 30 seconds and `close()` do.

@@ -171,3 +171,10 @@ def test_the_null_of_pairs_is_every_exchange_of_their_sides() -> None:
     rows = result.table[result.table["column"] == "coherence"]
     width = (rows["difference_high"] - rows["difference_low"]).to_numpy() / 2
     np.testing.assert_allclose(width / width[0], spread / spread[0], rtol=0.05)
+
+
+def test_many_heads_are_compared_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = stored(drawn(8, 0)), stored(drawn(8, 1))
+    whole = compare(first, second).table
+    monkeypatch.setattr(compare_module, "BLOCK", 1000)
+    pd.testing.assert_frame_equal(compare(first, second).table, whole, rtol=1e-9)

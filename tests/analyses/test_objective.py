@@ -10,6 +10,7 @@ import torch
 import zoo
 from terminal import command, refused
 
+from advantage_probe.analyses.analyze import analyze
 from advantage_probe.analyses.corpus import Batch, Window, batches
 from advantage_probe.analyses.objective import Asked, Objective, objective
 from advantage_probe.hooks.refusals import BadInput
@@ -147,3 +148,33 @@ def test_the_doctor_finds_every_adapter_well_and_says_when_one_is_not(monkeypatc
     result = command("doctor")
     assert result.returncode == 1
     assert "refused: Linear made no attention call" in result.stdout
+
+
+def test_a_position_that_is_asked_for_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "targets.csv"
+    file.write_text("position,against\n1,w2\n2,w3\n1,w4\n", encoding="utf-8")
+    with pytest.raises(BadInput, match=r"line 4: position 1 of 'a.txt' is asked for twice"):
+        objective("logit-diff", str(file), ["a.txt"], zoo.tokenizer(31), WINDOWS, 0)
+
+
+def test_numbers_of_named_targets_do_not_depend_on_which_windows_share_a_batch() -> None:
+    ids = torch.randint(1, zoo.VOCABULARY, (6, 9), generator=torch.Generator().manual_seed(0)).tolist()
+    items = [Window(tuple(row), "a.txt", 9 * place) for place, row in enumerate(ids)]
+    asked = Objective("ce", "file", (Asked("a.txt", 20), Asked("a.txt", 22), Asked("a.txt", 40)))
+    model, tokenizer = zoo.llama().requires_grad_(False), zoo.tokenizer(zoo.VOCABULARY)
+    runs = [analyze(model, tokenizer, items, name="m", asked=asked, batch_size=size) for size in (1, 2, 6)]
+    for run in runs:
+        assert run.sequences["sequence"].nunique() == run.record["windows"] == 2
+        assert any((one.score_gradient != 0).any() for one in run.maps.pooled.values())
+        numbers = runs[0].heads.select_dtypes("float64").columns.drop("law_residual", errors="ignore")
+        numbers = [name for name in numbers if not name.startswith("law_residual")]
+        pd.testing.assert_frame_equal(run.heads[numbers], runs[0].heads[numbers], rtol=1e-4, atol=1e-6)
+
+
+def test_runs_with_other_target_files_record_other_targets() -> None:
+    one, same, other = (
+        Objective("ce", "file", tuple(Asked("a.txt", place) for place in places)) for places in ((1, 2), (2, 1), (1, 3))
+    )
+    assert one.told == same.told
+    assert one.told != other.told
+    assert Objective().told == "all"

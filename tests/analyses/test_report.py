@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 import zoo
 
-from advantage_probe.analyses import export
+from advantage_probe.analyses import export, latex
 from advantage_probe.analyses.analyze import analyze
 from advantage_probe.analyses.corpus import Window
 from advantage_probe.analyses.report import html
-from advantage_probe.hooks.refusals import BadInput
+from advantage_probe.hooks.refusals import BadInput, BadRequest
 from advantage_probe.probe.frames import spell
+from advantage_probe.probe.statistics import SUMS
 
 EVIL = [
     "</script><script>alert(1)</script>",
@@ -132,3 +134,39 @@ def test_json_has_no_numbers_that_json_does_not_know() -> None:
         "b": [None, 1],
         "c": None,
     }
+
+
+def test_strings_that_look_like_numbers_or_hold_carriage_returns_come_back_from_csv(tmp_path) -> None:
+    for tokens in (["1", "02"], ["True", "False"], ["1e5", "\r"], ["a\rb", "x\r\ny"], ["\n", " "]):
+        frame = pd.DataFrame({"token": pd.array(tokens, dtype="string"), "position": [0, 1]})
+        export.write_frame(frame, tmp_path / "tokens")
+        assert export.read_csv(tmp_path / "tokens.csv")["token"].tolist() == tokens
+    rows = pd.DataFrame({"sequence": ["0000000000000012", "12e4567890123456"], **dict.fromkeys(SUMS, 1.0)})
+    export.write_frame(rows.astype({"sequence": "category"}), tmp_path / "sequences")
+    assert export.read_csv(tmp_path / "sequences.csv")["sequence"].tolist() == rows["sequence"].tolist()
+
+
+def test_a_run_that_cannot_be_replaced_stays_where_it_was(tmp_path, monkeypatch) -> None:
+    out = tmp_path / "run"
+    with export.new_folder(out) as folder:
+        (folder / "run.json").write_text("first", encoding="utf-8")
+    rename = Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if path.name.startswith(".run-") and target == out:
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(BadInput, match="what was there is unchanged"), export.new_folder(out, overwrite=True) as folder:
+        (folder / "run.json").write_text("second", encoding="utf-8")
+    assert (out / "run.json").read_text(encoding="utf-8") == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_latex_table_prints_infinities_and_refuses_heads_that_are_not_there(result) -> None:
+    heads = result.heads.assign(routing_pressure=float("-inf"))
+    assert r"$-\infty$" in latex.heads_table(heads, ["L0H1"], "x")
+    for table, label in ((heads, "L9H9"), (pd.concat([heads, heads]), "L0H0")):
+        with pytest.raises(BadRequest, match=f"heads named '{label}'"):
+            latex.heads_table(table, [label], "x")

@@ -181,3 +181,41 @@ def test_positions_of_cross_attention_count_from_zero_on_both_sides() -> None:
     cross = rows[rows["kind"] == "cross"]
     assert sorted(cross.loc[cross["side"] == "query", "position"].unique()) == [0, 1, 2, 3, 4]
     assert sorted(cross.loc[cross["side"] == "key", "position"].unique()) == list(range(9))
+
+
+def test_forwards_that_share_position_ids_keep_their_own_documents() -> None:
+    model = zoo.llama()
+    ids = zoo.batch("llama", length=12)["input_ids"][:2]
+    positions = torch.arange(6).repeat(2)[None].expand(2, -1).contiguous()
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits.logsumexp(-1).sum()
+
+    tables = []
+    for together in (True, False):
+        with ap.watch(model, singly=True) as watch:
+            if together:
+                (loss(ids[:1].expand(2, -1)) + loss(ids.flip(1))).backward()
+            else:
+                loss(ids[:1].expand(2, -1)).backward()
+                loss(ids.flip(1)).backward()
+            watch.step(loss_weight=1.0)
+        tables.append(watch.sequences().sort_values(["sequence", "module", "head"], ignore_index=True))
+    assert tables[0]["sequence"].nunique() == 6
+    assert tables[0]["sequence"].tolist() == tables[1]["sequence"].tolist()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["position_ids", "attention_mask"])
+def test_masks_and_positions_that_were_made_in_inference_mode_are_read(name: str, fused: bool) -> None:
+    model = zoo.llama()
+    ids = zoo.batch("llama", length=12)["input_ids"]
+    kept = torch.arange(12)[None] if name == "position_ids" else torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    tables = []
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            given = kept.clone()
+        with ap.watch(model, fused=fused) as watch:
+            model(input_ids=ids, labels=ids, use_cache=False, **{name: given}).loss.backward()
+        tables.append(watch.heads())
+    assert tables[0].equals(tables[1])

@@ -1,5 +1,7 @@
 """Hooks into training loops give the history that a loop written by hand gives, and change nothing of the run."""
 
+import copy
+import pickle
 from pathlib import Path
 
 import accelerate
@@ -15,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from zoo import gpt2, llama
 
 import advantage_probe as ap
-from advantage_probe.hooks.training import shifts_labels
+from advantage_probe.hooks.training import loss_names, shifts_labels, takes_items
 
 STEPS, ACCUMULATION, BATCH, LENGTH, SAVED, KILLED = 64, 2, 2, 12, 40, 47
 
@@ -411,3 +413,150 @@ def test_an_accelerate_loop_gives_the_history_of_the_hand_written_loop():
             if accelerator.sync_gradients:
                 watch.step()
     same_history(watch.history(), expected)
+
+
+class Own(InOrder):
+    """A loss of the user's own: the model's mean, which the Trainer then leaves undivided."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("own", ["compute_loss", "compute_loss_func"])
+def test_the_weight_of_a_loss_of_ones_own_is_unknown_unless_it_is_told(tmp_path, own):
+    model, optimizer = made()
+    with ap.watch(model) as watch:
+        run = trainer(tmp_path, model, optimizer, ap.TrainerHook(watch), max_steps=2, save_strategy="no")
+        run.args.eval_strategy = "no"
+        if own == "compute_loss":
+            run.compute_loss = Own.compute_loss.__get__(run)
+        else:
+            run.compute_loss_func = mean_loss
+        run.train()
+    assert watch.loss_weight == "unknown"
+    assert watch.history()["loss_weight"].isna().all()
+
+
+def encoder_decoder() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 40,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
+
+
+def masked() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**sizes, **none)).train()
+
+
+@pytest.mark.parametrize("make", [encoder_decoder, masked])
+def test_a_model_that_takes_the_number_of_items_and_ignores_it_is_weighed_by_its_own_mean(tmp_path, make):
+    model = make()
+    with ap.watch(model) as watch:  # the loss that every target sees, whatever the Trainer makes of the means
+        for start in range(0, BATCH * ACCUMULATION, BATCH):
+            batch = stacked(DATA[start : start + BATCH])
+            watch.weigh(1 / int(batch["labels"].ne(-100).sum()))
+            model(**batch).loss.backward()
+        watch.step()
+    expected = watch.history()
+    model = make()
+    with ap.watch(model) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        run = trainer(tmp_path, model, optimizer, ap.TrainerHook(watch), max_steps=1, save_strategy="no")
+        run.args.eval_strategy = "no"
+        assert run.model_accepts_loss_kwargs
+        run.train()
+    same_history(watch.history(), expected)
+
+
+def test_adapters_are_looked_through_whoever_added_them():
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(made()[0], LoraConfig(target_modules=["q_proj"]))
+    native = made()[0]
+    native.peft_config = {"default": LoraConfig()}  # as `native.add_adapter` leaves it
+    for model in (wrapped, native):
+        assert shifts_labels(model)
+        assert takes_items(model)
+        assert "loss_function" in loss_names(model)
+
+
+def test_a_class_name_alone_does_not_say_that_labels_are_shifted():
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {"vocab_size": 40, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    assert shifts_labels(BartForCausalLM(BartConfig(**sizes, is_encoder_decoder=False))) is None
+
+
+def test_an_error_that_closes_the_watch_in_the_backward_is_raised_at_the_first_step(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ap.LawViolated("weights do not reproduce the output")
+
+    model, optimizer = made()
+    watch = ap.watch(model)
+    monkeypatch.setattr(watch, "_add", fail)
+    with pytest.raises(ap.LawViolated, match="do not reproduce"):
+        trainer(tmp_path, model, optimizer, ap.TrainerHook(watch), max_steps=3).train()
+    assert watch.closed
+
+
+def test_a_model_is_copied_and_pickled_while_a_hook_is_on_it_and_the_copy_tells_the_watch_nothing(tmp_path):
+    class Copies(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            self.found = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            for other in self.found:
+                other(**stacked(DATA[:2])).loss.backward()
+
+    model, optimizer = made()
+    with ap.watch(model) as watch:
+        trainer(tmp_path, model, optimizer, ap.TrainerHook(watch), Copies(), max_steps=2).train()
+    expected, _, _ = by_hand()
+    same_history(watch.history(), expected[expected["step"] < 2])
+
+
+def test_a_micro_batch_whose_weight_is_not_known_makes_the_weight_of_its_step_unknown():
+    model, _ = made()
+    with ap.watch(model) as watch:
+        for known in (True, False):
+            watch.weigh(1 / 8 if known else None)
+            model(**stacked(DATA[:2])).loss.backward()
+        watch.step()
+    assert watch.loss_weight == "unknown"
+
+
+def test_half_a_step_of_a_run_that_was_given_up_is_no_part_of_the_next_one(tmp_path):
+    class GiveUp(TrainerCallback):
+        def on_substep_end(self, args, state, control, **_):
+            raise KeyboardInterrupt
+
+    expected, _, _ = by_hand()
+    model, optimizer = made()
+    with ap.watch(model) as watch:
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path / "first", model, optimizer, ap.TrainerHook(watch), GiveUp()).train()
+        model.zero_grad()
+        trainer(tmp_path / "second", model, optimizer, ap.TrainerHook(watch), max_steps=2).train()
+    same_history(watch.history(), expected[expected["step"] < 2])

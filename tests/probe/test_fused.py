@@ -147,3 +147,32 @@ def test_a_frozen_model_gives_the_same_table() -> None:
     found, _, _ = step(model, run, fused=True)
     assert not none
     pd.testing.assert_frame_equal(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class Mixed(torch.nn.Module):
+    """Queries and keys in float32 beside values in bfloat16, as a norm of queries and keys leaves them under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm = torch.nn.Linear(8, 24), torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.inner(x).chunk(3, -1))
+        query, key = query * self.norm, key * self.norm
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def test_the_kernel_that_steps_in_runs_under_the_autocast_of_the_forward(monkeypatch) -> None:
+    found = []
+    for fused in (False, True):
+        model = Mixed()
+        watch = ap.watch(model, fused=fused)
+        calls = count_fused(monkeypatch)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)))
+        assert bool(calls) == fused
+        watch.close()
+        output.float().sin().sum().backward()
+        found.append(model.inner.weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)

@@ -15,7 +15,9 @@ import torch
 import zoo
 
 import advantage_probe as ap
+from advantage_probe.probe import frames
 from advantage_probe.probe import steps as steps_module
+from advantage_probe.probe.history import History
 
 
 def run(folder: Path | None, first: int, last: int, *, seek: bool = True, model=None, **options) -> ap.Watch:
@@ -251,3 +253,84 @@ def test_tensorboard_and_wandb_receive_the_numbers(tmp_path) -> None:
     assert wandb.rows[1]["probe/L0H1/coherence"] == rows["coherence"].iloc[1]
     with pytest.raises(ap.BadRequest, match=r"call wandb\.init\(\) first"):
         ap.WandbLogger()
+
+
+def test_a_run_that_goes_on_with_another_pace_keeps_no_row_from_where_it_goes_on(tmp_path) -> None:
+    run(tmp_path / "history", 0, 8)
+    resumed = run(tmp_path / "history", 5, 12, every=10)
+    assert resumed.history()["step"].unique().tolist() == [0, 1, 2, 3, 4, 10]
+
+
+def test_layers_that_appear_late_leave_the_folder_readable_as_one_table(tmp_path) -> None:
+    rows = run(None, 0, 1).history()
+    folder = History(tmp_path / "history", "model", frames.HISTORY)
+    folder.append(rows)
+    many = pd.concat([rows.assign(label=f"L{layer}" + rows["label"].astype(str)) for layer in range(40)])
+    folder.append(many.assign(step=1).astype({"label": "category"}))
+    whole = pd.read_parquet(tmp_path / "history")
+    assert whole["label"].notna().all()
+    assert whole["label"].nunique() == 41 * len(rows)
+
+
+def test_two_watches_do_not_write_over_each_other(tmp_path) -> None:
+    model = zoo.llama()
+    first, second = (ap.watch(model, history=tmp_path / "history") for _ in range(2))
+    model(**zoo.batch("llama")).loss.backward()
+    first.step(loss_weight=1.0)
+    second.step(loss_weight=0.5)
+    first.close()
+    with pytest.raises(ap.BadRequest, match="Another watch writes"):
+        second.close()
+    assert pd.read_parquet(tmp_path / "history")["loss_weight"].unique().tolist() == [1.0]
+
+
+def test_a_merged_step_that_is_still_open_makes_the_loss_weight_unknown() -> None:
+    model = zoo.llama()
+    closed = run(None, 0, 1, model=model)
+    with ap.watch(model) as still_open:
+        model(**zoo.batch("llama", seed=1)).loss.backward()
+    closed.merge(still_open)
+    assert closed.loss_weight == "unknown"
+
+
+def test_an_open_step_is_not_mixed_with_what_was_merged() -> None:
+    model = zoo.llama()
+    closed = run(None, 0, 1, model=model)
+    with ap.watch(model) as other:
+        other.merge(closed)
+        model(**zoo.batch("llama", seed=1)).loss.backward()
+        pd.testing.assert_frame_equal(other.heads(), closed.heads())
+
+
+class Twice(torch.nn.Module):
+    """Four attention modules: two whose names have no layer, and two in one layer."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.inner(x).chunk(3, -1))
+            output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return x + output.transpose(1, 2).flatten(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.Attention(), self.Attention()
+        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"near": self.Attention(), "far": self.Attention()})])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        return self.layers[0]["far"](self.layers[0]["near"](x))
+
+
+def test_no_head_is_lost_to_a_logger_because_another_one_has_its_name() -> None:
+    model, told = Twice(), []
+    with ap.watch(model, logger=lambda values, step: told.append(values)) as watch:
+        model(torch.randn(2, 5, 8)).sin().sum().backward()
+        watch.step(loss_weight=1.0)
+    names = sorted(name for name in told[0] if name.endswith("/routing_pressure"))
+    assert len(names) == 8
+    assert "probe/first.H0/routing_pressure" in names
+    assert "probe/layers.0.near.L0H1/routing_pressure" in names
