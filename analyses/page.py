@@ -21,6 +21,7 @@ from .maps import HeadMap, Maps
 EDGES = 2_000  # per head, over both directions
 LISTED = 12  # edges per direction that are shown with their tokens
 POINTS = 4_000  # of a manifold
+DRAWN = 1_000  # heads with maps and pairs; of the others the page has the table and the layer × head picture
 
 # column → (unit, drawn on a scale that is symmetric around zero, what it says)
 SHOWN: dict[str, tuple[str, bool, str]] = {
@@ -195,6 +196,11 @@ def data_of(
         more: frames by name: vocabulary, manifold, history.
     """
     names = [name for name in SHOWN if name in heads]
+    if len(heads) > DRAWN:
+        drawn = set(heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(DRAWN))
+        edges = edges[edges["label"].astype(str).isin(drawn)]
+        kept = ({name: one for name, one in part.items() if name in drawn} for part in (maps.pooled, maps.fine))
+        maps = Maps(*kept, maps.tokens)
     rows = lines(heads)
     return jsonable(
         {

@@ -46,6 +46,10 @@ def left_out(run: Run) -> str:
             f"Maps show the first of {run.record.get('windows')} windows ({length} tokens), pooled to at most 64 × 64 "
             f"cells, at most 256 × 256 for {fine}; values have 8 bits."
         )
+    if len(run.heads) > page.DRAWN:
+        said.append(
+            f"Maps and pairs are here for the {page.DRAWN:,} heads of largest routing pressure of {len(run.heads):,}."
+        )
     kept = int(run.edges["rank"].max()) if len(run.edges) else 0
     said.append(f"{kept} pairs per head and direction were kept, {page.LISTED} are listed.")
     return " ".join(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -107,6 +108,18 @@ def test_the_page_of_144_heads_and_2048_tokens_stays_under_five_megabytes() -> N
     size = len(page.encode("utf-8"))
     assert size <= LIMIT == 5_000_000, size
     assert "pooled to at most 64 × 64 cells" in page
+
+
+def test_ten_thousand_heads_leave_maps_of_the_strongest_and_say_so() -> None:
+    run = made(100, 100, 8, edges=1, everything=False)
+    page = html(run)
+    assert len(page.encode("utf-8")) <= 3 * LIMIT
+    assert "Maps and pairs are here for the 1,000 heads of largest routing pressure of 10,000." in page
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    assert len(data["heads"]) == 10_000
+    assert len(data["maps"]["heads"]) == len(data["points"]) == 1_000
+    strongest = run.heads.sort_values("routing_pressure")["label"].iloc[-1]
+    assert strongest in data["maps"]["heads"]
 
 
 @pytest.fixture(scope="module")
