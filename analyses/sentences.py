@@ -42,18 +42,28 @@ class Resampled:
         """Heads whose column lies above the median head's, at once for all, strongest first; and about how many sequences
         would single out the strongest.
         """
-        values, drawn = self.whole[column], self.replicates[column]
-        above, moved = values - np.nanmedian(values), drawn - np.nanmedian(drawn, axis=1, keepdims=True)
-        spread = np.nanstd(moved, axis=0)
-        unit = np.where(spread > 0, spread, np.inf)
-        with np.errstate(invalid="ignore"):
-            limit = self._widened(float(np.nanquantile(np.nanmax((moved - above) / unit, axis=1), LEVEL)))
+        values, above, unit, limit = self._above(column)
         size = above / unit
         order = np.argsort(-np.nan_to_num(values, nan=-np.inf))
         found = [self.labels[head] for head in order if np.isfinite(size[head]) and size[head] > limit]
         strongest = float(size[order[0]]) if len(order) else 0.0
         needed = math.ceil(self.sequences * (limit / strongest) ** 2) if strongest > 0 else 0
         return found if self.sequences >= FEWEST else [], max(needed, FEWEST)
+
+    def least_above(self, column: str) -> dict[str, float]:
+        """By how much every head lies above the median head at least, at once for all heads (95 %)."""
+        _, above, unit, limit = self._above(column)
+        return dict(zip(self.labels, (above - limit * unit).tolist(), strict=True))
+
+    def _above(self, column: str) -> tuple[Array, Array, Array, float]:
+        """A column, how far heads lie above its median, the spread of that, and the limit for all in units of it."""
+        values, drawn = self.whole[column], self.replicates[column]
+        above, moved = values - np.nanmedian(values), drawn - np.nanmedian(drawn, axis=1, keepdims=True)
+        spread = np.nanstd(moved, axis=0)
+        unit = np.where(spread > 0, spread, np.inf)
+        with np.errstate(invalid="ignore"):
+            limit = self._widened(float(np.nanquantile(np.nanmax((moved - above) / unit, axis=1), LEVEL)))
+        return values, above, unit, limit
 
     def not_told_from_zero(self, column: str) -> tuple[int, int]:
         """Heads whose simultaneous interval holds 0, and of how many heads the column is known."""
@@ -150,8 +160,10 @@ def where(found: Resampled | None) -> str:
             f"{text}; single heads are not distinguishable from the median head with {found.sequences} sequences; about "
             f"{needed} would be needed."
         )
-    named = ", ".join(labels[:5]) + (f" and {len(labels) - 5} more" if len(labels) > 5 else "")
-    return f"{text}; above the median head, all heads at once, lie {named}."
+    least = found.least_above("routing_pressure")
+    named = ", ".join(f"{label} (by {least[label]:.2g})" for label in labels[:5])
+    named += f" and {len(labels) - 5} more" if len(labels) > 5 else ""
+    return f"{text}; above the median head's routing pressure, by at least so much for all heads at once, lie {named}."
 
 
 def routing_or_content(found: Resampled | None) -> str:

@@ -49,7 +49,12 @@ def test_a_head_that_is_ten_times_as_strong_is_named_and_equal_heads_are_not() -
     rows = table(40)
     there = rows["label"] == "L1H2"
     rows.loc[there, "score_square"] *= 100
-    assert "lie L1H2." in said.where(said.resampled(rows))
+    found = said.resampled(rows)
+    assert "lie L1H2 (by " in said.where(found)
+    least = found.least_above("routing_pressure")
+    assert [name for name, value in least.items() if value > 0] == ["L1H2"]
+    values = dict(zip(found.labels, found.whole["routing_pressure"], strict=True))
+    assert 0 < least["L1H2"] < values["L1H2"] - sorted(values.values())[len(values) // 2]
 
 
 @pytest.mark.parametrize("sequences", [12, 20])
