@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .console import model_and_texts, progress, tunnels
 from .geometry_commands import register as register_geometry
 from .run_commands import add_run_commands
 from .training_commands import dynamics, em
@@ -48,70 +48,6 @@ Window = Annotated[
 BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Windows at once. [default: by memory]")]
 Attention = Annotated[str | None, typer.Option("--attention", help="Attention implementation, such as sdpa or eager.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-
-
-@contextmanager
-def _progress(title: str, total: int | None = None) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr; plain lines, at most one per tenth, where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        shown = [-1]
-
-        def plain(done: int, whole: int, note: str) -> None:
-            tenth = done * 10 // max(whole, 1)
-            if tenth > shown[0]:
-                shown[0] = tenth
-                print(f"{title}: {done}/{whole} {note}", file=sys.stderr, flush=True)
-
-        yield plain
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(
-        *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=Console(stderr=True)
-    ) as bar:
-        task = bar.add_task(title, total=total, note="")
-
-        def draw(done: int, whole: int, note: str) -> None:
-            bar.update(task, completed=done, total=whole, note=note)
-
-        yield draw
-
-
-def _source(
-    model: str | None, text: list[str] | None, example: str | None, *, needs_text: bool = True
-) -> tuple[str, list[tuple[str, str]], str]:
-    """What to load, the texts (name, text), and the name that the record shows."""
-    from ..hooks.refusals import BadInput
-    from ..probe.frames import readable
-    from . import examples
-    from .corpus import read_text
-
-    name = model or ""
-    files = list(text or [])
-    if example is not None:
-        if example not in examples.EXAMPLES:
-            known = ", ".join((*examples.EXAMPLES, *_tunnels()))
-            raise BadInput(f"--example must be one of {known}, not {example!r}.")
-        if model is not None:
-            raise BadInput("Give a model or --example, not both.")
-        with _progress(f"preparing {example}") as note:
-            if example == "gemma":
-                folder, name = examples.gemma(note), "gemma-3-270m"
-                files = files or [str(examples.text_file("declaration.txt"))]
-            else:
-                folder, name = examples.cache_folder() / "sticky-chain", "sticky-chain"
-                if not (folder / "text.txt").is_file():
-                    examples.sticky(folder, note)
-                files = files or [str(folder / "text.txt")]
-        model = str(folder)
-    if model is None:
-        raise BadInput("Name a model (a folder or a hub name), or say --example sticky or --example gemma.")
-    if not files and needs_text:
-        files = [str(examples.text_file("declaration.txt"))]
-    texts = [(readable(Path(file).name) if file != "-" else "standard input", read_text(file)) for file in files]
-    return model, texts, name
 
 
 @app.command()
@@ -149,19 +85,19 @@ def analyze(
     from .objective import objective
 
     check_out(out, overwrite=overwrite)
-    if example is not None and model is None and example in _tunnels():
+    if example is not None and model is None and example in tunnels():
         if (targets, loss) != ("all", "ce"):
             raise BadInput("A tunnel has targets and a loss of its own; leave --targets and --loss out.")
         _analyze_tunnel(example, text, out, edges=edges, top=top, overwrite=overwrite, as_json=as_json)
         return
-    source, texts, name = _source(model, text, example)
-    with _progress("loading", 1) as note:
-        loaded = load(source, dtype=dtype, device=device, implementation=attention)
+    folder, texts, name = model_and_texts(model, text, example)
+    with progress("loading", 1) as note:
+        loaded = load(folder, dtype=dtype, device=device, implementation=attention)
         note(1, 1, name)
     items = job.cut(texts, loaded.model, loaded.tokenizer, length=window, most=max_tokens)
     offset = int(start_token(loaded.tokenizer) is not None)
     asked = objective(loss, targets, [title for title, _ in texts], loaded.tokenizer, items, offset)
-    with _progress("analysing", len(items)) as note:
+    with progress("analysing", len(items)) as note:
         run = job.analyze(
             loaded.model,
             loaded.tokenizer,
@@ -177,12 +113,6 @@ def analyze(
     _show(run, out, top=top, as_json=as_json)
 
 
-def _tunnels() -> tuple[str, ...]:
-    from .wind_tunnels.shipped import shipped_names
-
-    return tuple(shipped_names())
-
-
 def _analyze_tunnel(
     name: str, text: list[str] | None, out: Path, *, edges: int, top: int, overwrite: bool, as_json: bool
 ) -> None:
@@ -193,7 +123,7 @@ def _analyze_tunnel(
 
     if text:
         raise BadInput("A tunnel makes its own episodes; leave --text out.")
-    with _progress("analysing") as note:
+    with progress("analysing") as note:
         found = analyze_tunnel(name, edges=edges, progress=note)
     _write(found.run, out, overwrite=overwrite, more={"truth": lambda stem: write_frame(found.truth, stem)})
     _show(found.run, out, top=top, as_json=as_json)
@@ -210,7 +140,7 @@ def _write(run: Run, out: Path, *, overwrite: bool, more: dict[str, Callable[[Pa
     from .latex import heads_table
     from .report import html, named_heads
 
-    with new_folder(out, overwrite=overwrite) as folder, _progress("writing", 5) as note:
+    with new_folder(out, overwrite=overwrite) as folder, progress("writing", 5) as note:
         for place, (title, frame) in enumerate(run.frames.items()):
             write_frame(frame, folder / title)
             note(place + 1, 5, title)
@@ -289,9 +219,9 @@ def verify(
     from .corpus import batches
     from .loading import load
 
-    source, texts, name = _source(model, text, example)
-    with _progress("loading", 1) as note:
-        loaded = load(source, dtype=dtype, device=device, implementation=attention)
+    folder, texts, name = model_and_texts(model, text, example)
+    with progress("loading", 1) as note:
+        loaded = load(folder, dtype=dtype, device=device, implementation=attention)
         note(1, 1, name)
     items = job.cut(texts, loaded.model, loaded.tokenizer, length=None, most=max_tokens)
     batch = next(batches(items[:1], 1, 0))
@@ -318,7 +248,7 @@ def verify(
         verdict = "both laws hold" if failed.empty else f"the law FAILS on {len(failed)} heads"
         if not (table["verdict"] == "ok").any() and failed.empty:
             verdict = "nothing was checked: no gradient reached any head"
-        print(f"\n{name or source}: {len(table)} heads, worst residual {worst:.1e}: {verdict}")
+        print(f"\n{name or folder}: {len(table)} heads, worst residual {worst:.1e}: {verdict}")
     if not failed.empty or not (table["verdict"] == "ok").any():
         raise typer.Exit(1)
 

@@ -54,12 +54,12 @@ def register(app: typer.Typer) -> None:
 
 def _loaded(model: str | None, example: str | None, device: str, dtype: str) -> tuple[Any, str, str]:
     """The loaded model, its name, and what is known of its weights' origin."""
-    from .cli import _progress, _source
+    from .console import model_and_texts, progress
     from .loading import load
     from .pretrained.rounding import origin
 
-    source, _, name = _source(model, None, example, needs_text=False)
-    with _progress("loading", 1) as note:
+    source, _, name = model_and_texts(model, None, example, needs_text=False)
+    with progress("loading", 1) as note:
         loaded = load(source, dtype=dtype, device=device)
         note(1, 1, name or source)
     return loaded, name or source, origin(source)
@@ -165,14 +165,14 @@ def manifold(
     Example: advantage-probe manifold --example bijection-repeats --out bijection-manifold
     """
     from ..hooks.refusals import BadInput
-    from .cli import _progress, _tunnels
+    from .console import progress, tunnels
     from .export import check_out
     from .manifolds import report as job
     from .manifolds.pictures import png, scatter
 
     if out is not None:
         check_out(out, overwrite=overwrite)
-    tunnel = example if example in _tunnels() and model is None else None
+    tunnel = example if example in tunnels() and model is None else None
     if tunnel is None and model is not None and (Path(model) / "card.json").is_file():
         tunnel = model
     if tunnel is not None:
@@ -180,7 +180,7 @@ def manifold(
             raise BadInput("A tunnel makes its own episodes and shows all layers; leave --prompts and --layer out.")
         from .wind_tunnels.errors import TunnelError
 
-        with _progress("reading out") as note:
+        with progress("reading out") as note:
             try:
                 found = job.tunnel_report(
                     tunnel,
@@ -203,7 +203,7 @@ def manifold(
         known = getattr(loaded.model.config, "num_hidden_layers", None)
         if layers and known is not None and any(not 0 <= number < known for number in layers):
             raise BadInput(f"{name} has layers 0 … {known - 1}; there is no {max(layers)}.")
-        with _progress("reading out") as note:
+        with progress("reading out") as note:
             found = job.pretrained_report(
                 loaded.model,
                 given,
@@ -257,7 +257,7 @@ def geometry(
 
     Example: advantage-probe geometry --example gemma --out gemma-geometry
     """
-    from .cli import _progress
+    from .console import progress
     from .export import check_out
     from .pretrained import geometry as job
 
@@ -266,7 +266,7 @@ def geometry(
     loaded, name, source = _loaded(model, example, device, dtype)
     sets = _sets(loaded, prompts, length, count, seed, True)
     copies = copies if copies is not None else 3 if source else 0
-    with _progress("geometry") as note:
+    with progress("geometry") as note:
         found = job.geometry(loaded.model, sets, copies=copies, draws=draws, seed=seed, progress=note)
     record = {"model": name, "seed": seed} | found.record | ({"weights": source} if source else {})
     verdict = job.verdict(found.rules)
@@ -298,7 +298,7 @@ def in_context(
 
     Example: advantage-probe in-context openai-community/gpt2 --labels foo,bar
     """
-    from .cli import _progress
+    from .console import progress
     from .export import check_out
     from .pretrained import in_context as job
 
@@ -306,7 +306,7 @@ def in_context(
         check_out(out, overwrite=overwrite)
     loaded, name, source = _loaded(model, example, device, dtype)
     wanted = [word.strip() for word in labels.split(",")] if labels is not None else None
-    with _progress("in-context") as note:
+    with progress("in-context") as note:
         found = job.in_context(
             loaded.model, loaded.tokenizer, labels=wanted, per=per, draws=draws, seed=seed, progress=note
         )

@@ -199,8 +199,8 @@ def data_of(
     if len(heads) > DRAWN:
         drawn = set(heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(DRAWN))
         edges = edges[edges["label"].astype(str).isin(drawn)]
-        kept = ({name: one for name, one in part.items() if name in drawn} for part in (maps.pooled, maps.fine))
-        maps = Maps(*kept, maps.tokens)
+        pooled, fine = ({name: one for name, one in part.items() if name in drawn} for part in (maps.pooled, maps.fine))
+        maps = Maps(pooled, fine, maps.tokens)
     rows = lines(heads)
     return jsonable(
         {

@@ -19,7 +19,7 @@ from ..hooks.refusals import BadRequest, UnsupportedKernel
 from ..hooks.visibility import HIDDEN
 from . import registers
 from .edges import Edges, join, of_block, strongest
-from .vectors import Vectors
+from .vectors import Vectors, correlation
 
 BLOCK_ENTRIES = 1 << 19  # scores held at once: a few buffers of this size stay in the cache
 
@@ -101,29 +101,6 @@ def vectors(
             routed.append(join([part[0] for part in found], 1))
             anti_routed.append(join([part[1] for part in found], 1))
     return work.finish((join(routed, 0), join(anti_routed, 0)) if routed else None)
-
-
-def correlation(
-    live: Tensor,
-    n: Tensor,
-    mass: Tensor,
-    expected: Tensor,
-    less_sum: Tensor,
-    less_square: Tensor,
-    variation: Tensor,
-    less_mean: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(aligned, alignment) of rows: Pearson correlation of α_i and A_i over V_i, 0 where one of them does not vary.
-
-    Args, rows all: live, n_i, Σ_j α, E_i; over V_i, with b − E = −A: Σ (b − E), Σ (b − E)², Σ (α − mean)², Σ α (b − E).
-    """
-    less_variation = (less_square - less_sum.square() / n).clamp(min=0)
-    covariance = mass * less_sum / n - less_mean  # Σ_j (α − ᾱ) A
-    tiny = torch.finfo(less_sum.dtype).eps  # of a square; below, a correlation would be one of rounding errors
-    aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
-    aligned = aligned & (less_variation > tiny * (less_square + 2 * expected * less_sum + n * expected.square()))
-    product = torch.where(aligned, (variation * less_variation).sqrt(), 1.0)
-    return aligned, torch.where(aligned, covariance / product, 0.0)
 
 
 class _Pass:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hooks.call import AttentionCall
-from .vectors import Vectors
+from .vectors import Vectors, correlation
 
 
 def usable(call: AttentionCall) -> bool:
@@ -26,7 +26,6 @@ def usable(call: AttentionCall) -> bool:
 def vectors(call: AttentionCall, *, tokens: bool = True) -> Vectors:
     """Both laws for every query row and key, as `blockwise.vectors` without edges."""
     from . import kernels
-    from .blockwise import correlation
 
     batch, heads, queries, _ = call.query.shape
     device = call.query.device

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .edges import Edges
@@ -65,3 +66,26 @@ class Vectors:
             field.name: value.cpu() for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **moved)
+
+
+def correlation(
+    live: Tensor,
+    n: Tensor,
+    mass: Tensor,
+    expected: Tensor,
+    less_sum: Tensor,
+    less_square: Tensor,
+    variation: Tensor,
+    less_mean: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(aligned, alignment) of rows: Pearson correlation of α_i and A_i over V_i, 0 where one of them does not vary.
+
+    Args, rows all: live, n_i, Σ_j α, E_i; over V_i, with b − E = −A: Σ (b − E), Σ (b − E)², Σ (α − mean)², Σ α (b − E).
+    """
+    less_variation = (less_square - less_sum.square() / n).clamp(min=0)
+    covariance = mass * less_sum / n - less_mean  # Σ_j (α − ᾱ) A
+    tiny = torch.finfo(less_sum.dtype).eps  # of a square; below, a correlation would be one of rounding errors
+    aligned = live & (n >= 3) & (variation > tiny * (variation + mass.square() / n))
+    aligned = aligned & (less_variation > tiny * (less_square + 2 * expected * less_sum + n * expected.square()))
+    product = torch.where(aligned, (variation * less_variation).sqrt(), 1.0)
+    return aligned, torch.where(aligned, covariance / product, 0.0)
