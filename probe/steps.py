@@ -67,7 +67,8 @@ class Steps:
             self.history.cut(min(step.number, self.sought) if self.sought is not None else step.number)
         self.waiting.append(step)
         self.count += 1
-        self._tell(step)
+        if not step.skipped:  # its numbers are in no trend, and on no dashboard
+            self._tell(step)
         if self.history is None:
             return
         if len(self.waiting) >= FLUSH_STEPS or time.monotonic() - self._flushed_at > FLUSH_SECONDS:

@@ -229,6 +229,28 @@ def test_loggers_are_told_flat_names_and_one_that_raises_is_dropped_and_reported
         ap.watch(model, logger="wandb")
 
 
+def test_loggers_hear_nothing_of_a_step_that_the_scaler_skipped() -> None:
+    class Scaler:
+        scale = 4.0
+
+        def get_scale(self) -> float:
+            return self.scale
+
+    told: list[int] = []
+    model, scaler = zoo.llama(), Scaler()
+    with ap.watch(model, scaler=scaler, logger=lambda values, step: told.append(step)) as watch:
+        for step in range(3):
+            (model(**zoo.batch("llama", seed=step)).loss * scaler.scale).backward()
+            scaler.scale /= 2 if step == 1 else 1  # as GradScaler.update() does after an overflow
+            watch.step(loss_weight=1 / 16)
+    assert told == [0, 2]
+    assert watch.history().groupby("step")["status"].first().astype(str).str.contains("skipped").tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
 def test_tensorboard_and_wandb_receive_the_numbers(tmp_path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
