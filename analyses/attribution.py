@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..hooks.attach import attach
-from ..hooks.call import AttentionCall, CallSite, Needs
+from ..hooks.call import AttentionCall
 from ..hooks.forward import digest
+from ..hooks.looking import Looking
 from ..hooks.projections import Unembedding, output_maps, unembedding
 from ..hooks.refusals import UnsupportedFamily
-from ..hooks.site import Site
 from ..probe.frames import label
 from ..probe.state import Key
 from .corpus import Batch
@@ -32,28 +32,11 @@ FEWEST = 8  # pairs of a head, below which no rank correlation is taken
 RIVALS = ("alpha_b", "direct_logit", "attention")
 
 
-class _Values:
+class _Values(Looking):
     """Keeps the values of every call of one forward: label → (value (K,T,V) of every row, owner, module, head)."""
-
-    edits = True
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[Tensor, int, str, int]] = {}
-
-    def wants(self, site: Site) -> Needs | None:
-        return None if site.kind == "cross" else Needs(editor=self)
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        raise error
-
-    def receive(self, call: AttentionCall) -> None:
-        raise AssertionError("nothing comes back to an editor")
-
-    def value(self, call: CallSite, value: Tensor) -> Tensor:
-        return value
 
     def output(self, call: AttentionCall) -> Tensor:
         key = Key(call.call.site, call.call.use)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...hooks.attach import attach
 from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.looking import Looking
 from ...hooks.refusals import BadRequest, NoAttentionSeen
 from ...hooks.site import Site
 from ...probe.blockwise import vectors as blockwise_vectors
@@ -68,10 +69,8 @@ class Collected:
         return layers if by == "layer" else {"model": np.concatenate(list(layers.values()), -1)}
 
 
-class _Reader:
+class _Reader(Looking):
     """A receiver that keeps the kept positions of every call; `rows` says which, per batch row."""
-
-    edits = True
 
     def __init__(self, where: Where, attention: bool) -> None:
         self.where, self.attention = where, attention
@@ -79,21 +78,6 @@ class _Reader:
         self.found: dict[Key, list[Array]] = {}
         self.entropies: dict[Key, list[Array]] = {}
         self.visible: dict[Key, list[float]] = {}
-
-    def wants(self, site: Site) -> Needs | None:
-        return None if site.kind == "cross" else Needs(editor=self)
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        raise error
-
-    def receive(self, call: AttentionCall) -> None:
-        raise AssertionError("nothing comes back to an editor")
-
-    def value(self, call: CallSite, value: Tensor) -> Tensor:
-        return value
 
     def output(self, call: AttentionCall) -> Tensor:
         key = Key(call.call.site, call.call.use)

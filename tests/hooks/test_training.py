@@ -2,142 +2,40 @@
 
 import copy
 import pickle
-from pathlib import Path
 
 import accelerate
-import lightning.pytorch as lightning
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from loops import (
+    ACCUMULATION,
+    BATCH,
+    DATA,
+    KILLED,
+    InOrder,
+    Kill,
+    Losses,
+    by_hand,
+    loader,
+    made,
+    same_history,
+    stacked,
+    targets,
+    trainer,
+)
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from zoo import gpt2, llama
+from transformers import TrainerCallback
+from zoo import gpt2
 
 import advantage_probe as ap
 from advantage_probe.hooks.training import loss_names, shifts_labels, takes_items
-
-STEPS, ACCUMULATION, BATCH, LENGTH, SAVED, KILLED = 64, 2, 2, 12, 40, 47
-
-
-def rows(count: int = STEPS * ACCUMULATION * BATCH) -> list[dict[str, torch.Tensor]]:
-    """Sequences with labels left out at their end, so that micro-batches differ in targets."""
-    generator = torch.Generator().manual_seed(5)
-    found = []
-    for number in range(count):
-        ids = torch.randint(1, 40, (LENGTH,), generator=generator)
-        labels = ids.clone()
-        labels[LENGTH - number % 7 :] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
-
-
-DATA = rows()
-
-
-def made(**dropout: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = (gpt2 if dropout else llama)(vocab_size=40, **dropout).train()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def stacked(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
-
-
-def by_hand(per_batch: bool = False, every: int = 1, **options) -> tuple[pd.DataFrame, list[float], nn.Module]:
-    """The loop that every hook must reproduce: accumulation, clipping, one step() per optimizer step.
-
-    per_batch: each micro-batch's loss is its own mean over the number of micro-batches; else the sum over all targets of
-    the step.
-    """
-    model, optimizer = made()
-    losses = []
-    with ap.watch(model, every=every, **options) as watch:
-        for start in range(0, len(DATA), BATCH * ACCUMULATION):
-            parts = [stacked(DATA[start + BATCH * k : start + BATCH * (k + 1)]) for k in range(ACCUMULATION)]
-            counts = [int(part["labels"][:, 1:].ne(-100).sum()) for part in parts]
-            total = 0.0
-            for part, count in zip(parts, counts, strict=True):
-                logits = model(input_ids=part["input_ids"]).logits[:, :-1]
-                summed = F.cross_entropy(logits.flatten(0, 1), part["labels"][:, 1:].flatten(), reduction="sum")
-                weight = 1 / (count * ACCUMULATION) if per_batch else 1 / sum(counts)
-                watch.weigh(weight)
-                (weight * summed).backward()
-                total += weight * summed.item()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            watch.step()
-            losses.append(total)
-    return watch.history(), losses, model
 
 
 @pytest.fixture(scope="module")
 def reference() -> tuple[pd.DataFrame, list[float], nn.Module]:
     return by_hand()
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *_: object) -> torch.utils.data.Sampler:
-        return torch.utils.data.SequentialSampler(DATA)
-
-
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == KILLED:
-            raise KeyboardInterrupt
-
-
-class Losses(TrainerCallback):
-    def __init__(self) -> None:
-        self.found: dict[int, float] = {}
-
-    def on_log(self, args, state, control, logs=None, **_):
-        if "loss" in logs:
-            self.found[state.global_step] = logs["loss"]
-
-
-def trainer(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *hooks: TrainerCallback, **more
-) -> Trainer:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=ACCUMULATION,
-        max_grad_norm=0.5,
-        num_train_epochs=1,
-        save_steps=SAVED,
-        eval_strategy="steps",
-        eval_steps=20,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **more,
-    )
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    return InOrder(
-        model,
-        arguments,
-        train_dataset=DATA,
-        eval_dataset=DATA[:6],
-        optimizers=(optimizer, constant),
-        callbacks=list(hooks),
-    )
-
-
-def same_history(found: pd.DataFrame, expected: pd.DataFrame, tolerance: float = 1e-6) -> None:
-    assert found["step"].tolist() == expected["step"].tolist()
-    assert found["module"].astype(str).tolist() == expected["module"].astype(str).tolist()
-    assert found["status"].astype(str).tolist() == expected["status"].astype(str).tolist()
-    numbers = [name for name in expected.select_dtypes("float64").columns if name != "law_residual"]
-    assert len(numbers) > 15
-    for name in numbers:
-        scale = float(expected[name].abs().max() or 1.0)
-        np.testing.assert_allclose(found[name] / scale, expected[name] / scale, rtol=0, atol=tolerance, err_msg=name)
 
 
 def test_a_trainer_that_is_killed_and_resumed_gives_the_history_of_the_hand_written_loop(tmp_path, reference):
@@ -268,131 +166,6 @@ def test_a_loss_weight_of_ones_own_is_taken_as_given(tmp_path):
     same_history(counted.history(), single.history(), 0.0)
     halved = run(0.5).history()
     np.testing.assert_allclose(halved["content_pressure"] * 2, single.history()["content_pressure"], rtol=1e-12)
-
-
-class Module(lightning.LightningModule):
-    """Mean loss per batch, which Lightning divides by the number of accumulated batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.optimizer = made()
-        self.validated = 0
-
-    def training_step(self, batch, number):
-        return self.model(**batch).loss
-
-    def validation_step(self, batch, number):
-        self.validated += 1
-        self.model(**batch)
-
-    def train_dataloader(self):
-        """Half of the data per epoch: Lightning resumes at the beginning of one."""
-        half = len(DATA) // 2
-        return loader(DATA[half:] if self.trainer.current_epoch else DATA[:half])
-
-    def configure_optimizers(self):
-        return self.optimizer
-
-
-class KillLightning(lightning.Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, number):
-        if trainer.global_step == KILLED:
-            raise RuntimeError("killed")
-
-
-def loader(data=DATA) -> torch.utils.data.DataLoader:
-    return torch.utils.data.DataLoader(data, batch_size=BATCH, collate_fn=stacked)
-
-
-def lightning_trainer(folder: Path, *hooks: lightning.Callback, **more) -> lightning.Trainer:
-    return lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        reload_dataloaders_every_n_epochs=1,
-        accumulate_grad_batches=ACCUMULATION,
-        gradient_clip_val=0.5,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(folder),
-        callbacks=list(hooks),
-        **more,
-    )
-
-
-def targets(batch) -> int:
-    return int(batch["labels"][:, 1:].ne(-100).sum())
-
-
-def test_a_lightning_run_that_is_killed_and_resumed_gives_the_history_of_the_hand_written_loop(tmp_path):
-    expected, _, trained = by_hand(per_batch=True)
-    keep = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
-    module = Module()
-    watch = ap.watch(module.model, history=tmp_path / "history")
-    validation = loader(DATA[:6])
-    killed = lightning_trainer(tmp_path, ap.LightningHook(watch, targets), keep, KillLightning(), val_check_interval=20)
-    with pytest.raises(RuntimeError, match="killed"):
-        killed.fit(module, val_dataloaders=validation)
-    assert pd.read_parquet(tmp_path / "history")["step"].max() == KILLED - 1  # flushed by the exception
-    watch.close()
-    module = Module()
-    with ap.watch(module.model, history=tmp_path / "history") as watch:
-        resumed = lightning_trainer(tmp_path, ap.LightningHook(watch, targets), keep, val_check_interval=20)
-        resumed.fit(module, val_dataloaders=validation, ckpt_path=tmp_path / f"step={STEPS // 2}.ckpt")
-        assert resumed.global_step == STEPS
-    same_history(watch.history(), expected)
-    for ours, theirs in zip(module.model.parameters(), trained.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_lightning_batches_that_do_not_name_their_targets_leave_the_weight_unknown(tmp_path):
-    class Tuples(Module):
-        def training_step(self, batch, number):
-            return self.model(**batch[0]).loss
-
-    module = Tuples()
-    data = torch.utils.data.DataLoader(DATA[:8], batch_size=BATCH, collate_fn=lambda items: (stacked(items), 0))
-    with ap.watch(module.model) as watch:
-        hook = ap.LightningHook(watch)
-        lightning_trainer(tmp_path, hook, enable_checkpointing=False, limit_val_batches=0).fit(module, data)
-    assert watch.loss_weight == "unknown"
-    assert watch.history()["step"].unique().tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_five_lightning_batches_in_twos_are_three_steps_whatever_else_runs(tmp_path, precision):
-    """The last group is incomplete, validation follows every batch, and sanity checks come first."""
-    module = Module()
-    with ap.watch(module.model) as watch:
-        run = lightning.Trainer(
-            accelerator="cpu",
-            precision=precision,
-            max_epochs=1,
-            accumulate_grad_batches=2,
-            val_check_interval=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=str(tmp_path),
-            callbacks=[ap.LightningHook(watch, targets)],
-        )
-        run.fit(module, loader(DATA[:10]), loader(DATA[:4]))
-    assert module.validated == 2 * (5 + 1)
-    model, optimizer = made()
-    with ap.watch(model) as plain:
-        for parts in ((0, 1), (2, 3), (4,)):
-            for part in parts:
-                batch = stacked(DATA[2 * part : 2 * part + 2])
-                plain.weigh(1 / (targets(batch) * 2))
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-                    loss = model(**batch).loss
-                (loss / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            plain.step()
-    assert watch.history()["step"].unique().tolist() == [0, 1, 2]
-    same_history(watch.history(), plain.history())
 
 
 def test_an_accelerate_loop_gives_the_history_of_the_hand_written_loop():
