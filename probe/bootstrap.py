@@ -30,7 +30,14 @@ def _draw(identity: int) -> NDArray[np.uint8]:
 
 
 def weights(identities: Sequence[int]) -> Tensor:
-    """(REPLICATES, len(identities)) float64: how often each sequence enters each replicate."""
+    """(REPLICATES, len(identities)) float64: how often each sequence enters each replicate. Not to be written to: every
+    layer of a forward is handed the same.
+    """
+    return _weights(tuple(identities))
+
+
+@lru_cache(maxsize=8)
+def _weights(identities: tuple[int, ...]) -> Tensor:
     if not identities:
         return torch.zeros(REPLICATES, 0, dtype=torch.float64)
     return torch.from_numpy(np.stack([_draw(identity) for identity in identities], axis=1).astype(np.float64))
