@@ -5,6 +5,7 @@ machine does falls on all of them. Prints a table and, with --json, the medians,
 
     python scripts/bench_overhead.py --length 1024 --layers 12 --vocabulary 50257
     python scripts/bench_overhead.py --length 4096 --layers 2 --vocabulary 800 --contenders unwatched heads retained
+    python scripts/bench_overhead.py --model FOLDER --length 2048 --vocabulary 262144 --contenders unwatched heads both
 """
 
 from __future__ import annotations
@@ -19,12 +20,23 @@ import sys
 import time
 from typing import Any
 
+WATCHED: dict[str, dict[str, Any]] = {
+    "heads": {},
+    "tokens": {"detail": "tokens"},
+    "edges": {"detail": "edges"},
+    "fused": {"fused": True},
+    "compiled": {"compiled": True},
+    "both": {"fused": True, "compiled": True},
+    "every10": {"every": 10},
+}
 CONTENDERS = {
     "unwatched": "sdpa, nothing watching",
     "heads": 'watch, detail="heads"',
     "tokens": 'watch, detail="tokens"',
     "edges": 'watch, detail="edges"',
     "fused": 'watch, detail="heads", fused=True',
+    "compiled": 'watch, detail="heads", compiled=True',
+    "both": 'watch, detail="heads", fused=True, compiled=True',
     "every10": "watch, every=10 (mean over steps)",
     "retained": "eager attention, weights kept with their gradient",
     "bridge": "TransformerLens bridge, hooks on pattern, v and z",
@@ -33,8 +45,10 @@ CONTENDERS = {
 
 def model_of(options: argparse.Namespace, attention: str) -> Any:
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+    if options.model:
+        return AutoModelForCausalLM.from_pretrained(options.model, attn_implementation=attention, dtype=torch.float32)
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=options.layers,
@@ -60,11 +74,10 @@ def contender(name: str, options: argparse.Namespace) -> None:
     )
     targets = ids.numel() - options.batch
     watch = None
-    if name in ("heads", "tokens", "edges", "every10", "fused"):
+    if name in WATCHED:
         import advantage_probe as ap
 
-        detail = name if name in ("tokens", "edges") else "heads"
-        watch = ap.watch(model, detail=detail, every=10 if name == "every10" else 1, fused=name == "fused")
+        watch = ap.watch(model, **WATCHED[name])
     bridge = None
     if name == "bridge":
         bridge = bridged(model)
@@ -142,6 +155,9 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument(
+        "--model", help="folder of a pretrained model, instead of the GPT-2 shape; give its --vocabulary"
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
@@ -156,7 +172,9 @@ def main() -> int:
     if options.child:
         contender(options.child, options)
         return 0
-    sizes = [f"--{name}={getattr(options, name)}" for name in _SIZES]
+    sizes = [f"--{name}={getattr(options, name)}" for name in _SIZES] + (
+        [f"--model={options.model}"] if options.model else []
+    )
     children = {}
     for name in options.contenders:
         command = [sys.executable, __file__, "--child", name, *sizes]
@@ -205,7 +223,7 @@ def report(options: argparse.Namespace, times: dict[str, list[float]], memory: d
     if options.json:
         print(json.dumps({"settings": {name: getattr(options, name) for name in _SIZES}, "rows": rows}, indent=1))
         return
-    print(f"GPT-2 shape: {', '.join(f'{name} {getattr(options, name)}' for name in _SIZES)}")
+    print(f"{options.model or 'GPT-2 shape'}: {', '.join(f'{name} {getattr(options, name)}' for name in _SIZES)}")
     print(
         "| contender | ms per step | interquartile range | ratio | peak MiB | peak ratio |\n|---|---|---|---|---|---|"
     )
