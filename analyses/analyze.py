@@ -26,7 +26,7 @@ from ..probe.watch import Watch, watch
 from .attribution import attributed
 from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
 from .extras import extras
-from .maps import Maps, maps
+from .maps import Maps, Place, maps
 from .objective import NEXT_TOKEN, Objective
 from .stored import FORMAT
 
@@ -205,13 +205,14 @@ def collect(
             if progress is not None:
                 progress(done, windows, f"loss {total / targets:.3f} {asked.unit.split()[0]}")
     heads = seen.heads(intervals=True)
-    strongest = heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(FINE_HEADS).tolist()
     if (heads["status"].astype(str).str.startswith("no gradient")).all():
         raise NoGradientReached("No gradient reached any head; the loss does not depend on attention.")
     ranked = heads.assign(layer=heads["layer"].fillna(-1)).sort_values("routing_pressure", ascending=False)
     first = ranked.drop_duplicates("layer").head(MANIFOLDS)
     shown_first = dict(zip(first["label"].astype(str), first["kv_head"].astype(int), strict=True))
-    more, missing = extras(model, groups, shown_first, tokenizer, asked.summed, entropy)
+    strongest = [(str(row.module), int(row.use), int(row.head)) for row in ranked.head(FINE_HEADS).itertuples()]
+    layers = [int(layer) for layer in first["layer"].head(1) if layer >= 0]
+    more, missing = extras(model, groups, shown_first, layers, tokenizer, asked.summed, entropy)
     order = list(seen.state().sequences)
     pairs, more["agreement"] = attributed(
         model, groups, seen.edges(edges), order, lambda why: missing.update(direct_logit=why)
@@ -242,7 +243,7 @@ def collect(
 
 
 def _mapped(
-    model: nn.Module, group: tuple[Batch, Tensor | None], strongest: list[str], asked: Objective, device: torch.device
+    model: nn.Module, group: tuple[Batch, Tensor | None], strongest: list[Place], asked: Objective, device: torch.device
 ) -> Maps:
     """Maps of the first window: every head pooled, the strongest ones finer."""
     batch, against = group

@@ -24,8 +24,6 @@ from ..hooks.forward import digest
 from ..hooks.looking import Looking
 from ..hooks.projections import Unembedding, output_maps, unembedding
 from ..hooks.refusals import UnsupportedFamily
-from ..probe.frames import label
-from ..probe.state import Key
 from .corpus import Batch
 
 FEWEST = 8  # pairs of a head, below which no rank correlation is taken
@@ -33,16 +31,13 @@ RIVALS = ("alpha_b", "direct_logit", "attention")
 
 
 class _Values(Looking):
-    """Keeps the values of every call of one forward: label → (value (K,T,V) of every row, owner, module, head)."""
+    """Keeps the values (B,K,T,V) of every call of one forward by module and use, with the size of its groups."""
 
     def __init__(self) -> None:
-        self.found: dict[str, tuple[Tensor, int, str, int]] = {}
+        self.found: dict[tuple[str, int], tuple[Tensor, int]] = {}
 
     def output(self, call: AttentionCall) -> Tensor:
-        key = Key(call.call.site, call.call.use)
-        for head in range(call.query.shape[1]):
-            name = label(key, head)
-            self.found[name] = (call.value.detach(), head // call.group, call.call.site.module, head)
+        self.found[call.call.site.module, call.call.use] = call.value.detach(), call.group
         return call.output
 
 
@@ -120,12 +115,11 @@ def direct_logit(
             keys = torch.tensor(pairs["key_position"].to_numpy(dtype=np.int64))
             alpha = torch.tensor(pairs["attention"].to_numpy(dtype=np.float64))
             values = np.full(len(pairs), np.nan)
-            names = pairs["label"].astype(str).to_numpy()
-            for name in dict.fromkeys(names):
-                value, owner, module, head = reader.found[name]
-                own = torch.tensor(names == name)
-                v = value[row, owner][keys[own].to(device)].float()
-                way = maps[module].weight[head].detach().float().to(v.device)  # (V,M)
+            for (module, use, head), there in pairs.groupby(["module", "use", "head"], observed=True, sort=False):
+                value, group = reader.found[str(module), int(use)]
+                own = torch.tensor(pairs.index.isin(there.index))
+                v = value[row, int(head) // group][keys[own].to(device)].float()
+                way = maps[str(module)].weight[int(head)].detach().float().to(v.device)  # (V,M)
                 values[own.numpy()] = ((v @ way) * g[own.to(g.device)]).sum(-1).double().cpu() * alpha[own]
             found[pairs.index] = np.where(asked.numpy(), values, np.nan)
     return found
