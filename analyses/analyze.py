@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..hooks.refusals import BadInput, NoGradientReached
 from ..probe import shown
+from ..probe.frames import CAPTURED
 from ..probe.watch import Watch, watch
 from .attribution import attributed
 from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
@@ -261,6 +262,8 @@ def _mapped(
 def _record(model: nn.Module, seen: Watch, name: str) -> dict[str, Any]:
     libraries = ("torch", "transformers", "pandas", "numpy")
     config: Any = getattr(model, "config", None)
+    modules = seen.modules()
+    missed = modules[modules["status"] != CAPTURED]
     return {
         "format": FORMAT,
         "advantage_probe": __version__,
@@ -272,4 +275,5 @@ def _record(model: nn.Module, seen: Watch, name: str) -> dict[str, Any]:
         "device": str(next(model.parameters()).device),
         "threads": torch.get_num_threads(),
         "loss_weight": seen.loss_weight,
+        "not_captured": dict(missed[["module", "status"]].astype(str).values.tolist()),
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import page
 from .analyze import Run
-from .sentences import resampled, sentences
+from .sentences import captured, resampled, sentences
 
 LIMIT = 5_000_000  # bytes, for 144 heads over 2,048 tokens
 
@@ -83,7 +83,8 @@ def html(run: Run) -> str:
     found = resampled(run.sequences)
     resolved = None if found is None else found.singled_out("routing_pressure")[0]
     data = page.data_of(run.heads, run.edges, run.maps, tokens_of(run), resolved, run.more)
-    flat = {**{k: v for k, v in record.items() if k not in ("versions", "texts")}, **record.get("versions", {})}
+    apart = ("versions", "texts", "not_captured")
+    flat = {**{name: value for name, value in record.items() if name not in apart}, **record.get("versions", {})}
     return template.render(
         title=record.get("model", "a model"),
         subtitle=f"{record.get('architecture')} · {record.get('attention_implementation')} · {record.get('dtype')}",
@@ -91,7 +92,7 @@ def html(run: Run) -> str:
         columns=[{"name": name} for name in page.SHOWN if name in run.heads],
         sequences=record.get("windows"),
         left_out=left_out(run),
-        provenance=[*flat.items(), ("texts", ", ".join(record.get("texts", [])))],
+        provenance=[*flat.items(), ("texts", ", ".join(record.get("texts", []))), ("captured", captured(record))],
         data=script_json(data),
         script=script(environment),
         plotly=plotly() if data["manifold"] else "",

@@ -23,6 +23,7 @@ from .paired import quantile
 
 FEWEST = 12  # sequences: with fewer, a bootstrap over them is too narrow to single anything out
 LEVEL = 0.95
+NAMED = 3  # modules that are named for each reason why they were not captured
 NOTHING = "nothing farther than random directions would"
 _KEYS = ["module", "use", "head", "label"]
 Array = NDArray[np.float64]
@@ -127,17 +128,34 @@ def measured(record: dict[str, Any], heads: pd.DataFrame) -> str:
     )
 
 
-def believed(heads: pd.DataFrame) -> str:
+def believed(record: dict[str, Any], heads: pd.DataFrame) -> str:
     status = heads["status"].astype(str)
-    worst, ok = heads["law_residual"].max(), int((status == "ok").sum())
+    worst, ok = float(heads["law_residual"].max()), int((status == "ok").sum())
     blind, odd = int(status.str.startswith("no gradient").sum()), int(status.str.contains("non-finite").sum())
-    if not ok:
-        return "Can it be believed: no head is without remark; see the status column before reading anything else."
+    if math.isfinite(worst):
+        text = f"the recomputed weights reproduce every head's own output along its gradient to {worst:.0e}"
+    else:
+        text = "no head's output could be held against recomputed weights, so no number here is checked"
+    remarks = f"{ok} of {len(heads)} heads are without remark" if ok else "no head is without remark"
     return (
-        f"Can it be believed: the recomputed weights reproduce every head's own output along its gradient to {worst:.0e}; "
-        f"{ok} of {len(heads)} heads are without remark, {blind} received no gradient, {odd} had numbers that are not "
-        "finite."
+        f"Can it be believed: {text}; {remarks}, {blind} received no gradient, {odd} had numbers that are not finite; "
+        f"{captured(record)}."
     )
+
+
+def captured(record: dict[str, Any]) -> str:
+    """Which modules the run did not capture, and why, as its record has it."""
+    missed = record.get("not_captured")
+    if missed is None:
+        return "which modules were not captured is not on its record"
+    if not missed:
+        return "every attention module was captured"
+    parts = []
+    for reason in dict.fromkeys(missed.values()):
+        names = [name for name, why in missed.items() if why == reason]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        parts.append(f"{', '.join(names[:NAMED])}{more} ({reason})")
+    return f"{len(missed)} module{'s were' if len(missed) > 1 else ' was'} not captured: {'; '.join(parts)}"
 
 
 def where(found: Resampled | None) -> str:
@@ -233,7 +251,7 @@ def sentences(
     found = resampled(sequences)
     return [
         measured(record, heads),
-        believed(heads),
+        believed(record, heads),
         where(found),
         routing_or_content(found),
         writes(found, edges, vocabulary),

@@ -23,7 +23,7 @@ from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
 if TYPE_CHECKING:
     from .steps import Step
 
-NO_SOFTMAX = "no softmax attention"
+CAPTURED, NO_SOFTMAX, NO_CALL = "softmax attention", "no softmax attention", "no attention call was seen"
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
 _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "position", "token_id", "sequence")
 _PAIRS = ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
@@ -188,8 +188,10 @@ def history(steps: Sequence[Step]) -> pd.DataFrame:
     return _typed(_stacked(tables, HISTORY))
 
 
-def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
-    """One row per attention module that was seen, and per module that mixes tokens without a softmax."""
+def modules(state: State, silent: Iterable[Site], uncalled: Iterable[Site] = ()) -> pd.DataFrame:
+    """One row per attention module that was seen, per module that mixes tokens without a softmax, and per attention module
+    that made no call.
+    """
     rows = [
         {
             "module": key.site.module,
@@ -199,7 +201,7 @@ def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
             "uses": 1 + max(other.use for other in state.entries if other.site == key.site),
             "heads": entry.heads,
             "kv_heads": entry.heads // entry.group,
-            "status": "softmax attention",
+            "status": CAPTURED,
         }
         for key, entry in _ordered(state, 0)
         if key.use == 0
@@ -210,9 +212,10 @@ def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
             "module": site.module,
             "layer": None if site.layer < 0 else site.layer,
             "stack": site.stack,
-            "status": NO_SOFTMAX,
+            "status": status,
         }
-        for site in silent
+        for sites, status in ((silent, NO_SOFTMAX), (uncalled, NO_CALL))
+        for site in sites
         if site.module not in known
     ]
     columns = ["module", "layer", "stack", "kind", "uses", "heads", "kv_heads", "status"]

@@ -9,6 +9,7 @@ import pandas as pd
 
 from ..hooks.attachment import Attachment
 from ..hooks.refusals import BadRequest, MergeRefused
+from ..hooks.silent import uncalled
 from . import frames
 from .state import State
 from .steps import Steps
@@ -21,6 +22,7 @@ class Readings:
     capacity: int
     singly: bool
     tokenizer: Any
+    layers: frozenset[int] | None
     selected_heads: frozenset[int] | None
     _lock: threading.RLock
     _error: Exception | None
@@ -141,8 +143,13 @@ class Readings:
         return self._select(frames.updates(self._filled()))
 
     def modules(self) -> pd.DataFrame:
-        """One row per attention module; layers that mix tokens otherwise are listed as "no softmax attention"."""
-        return frames.modules(self._filled(), self._attachment.silent)
+        """One row per attention module; what was not captured says why: "no softmax attention" for layers that mix tokens
+        otherwise, "no attention call was seen" for attention that did not run, or not so that it can be read.
+        """
+        state, attachment = self._filled(), self._attachment
+        idle = uncalled(attachment.model, {key.site.module for key in state.entries}, attachment.silent)
+        asked = [site for site in idle if self.layers is None or site.layer in self.layers]
+        return frames.modules(state, attachment.silent, asked)
 
     def history(self) -> pd.DataFrame:
         """One row per closed step, module, use and head; with `history=`, earlier parts of the run as well."""

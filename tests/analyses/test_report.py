@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -58,6 +59,13 @@ def test_the_page_is_one_file_that_fetches_nothing(result) -> None:
     page = html(result)
     assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", page)
     assert '<meta charset="utf-8">' in page
+
+
+def test_the_record_says_what_was_captured_and_the_page_without_it_does_not_guess(result) -> None:
+    assert result.record["not_captured"] == {}
+    assert "every attention module was captured." in html(result)
+    old = replace(result, record={name: value for name, value in result.record.items() if name != "not_captured"})
+    assert "which modules were not captured is not on its record." in html(old)
 
 
 def test_strings_stay_text(result) -> None:

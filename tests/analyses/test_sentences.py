@@ -106,3 +106,31 @@ def test_an_interval_that_holds_one_is_not_called_equal() -> None:
     assert "it is not told on which the loss pulls harder" in said.routing_or_content(said.resampled(table()))
     assert "harder on routing" in said.routing_or_content(said.resampled(table(score_square=1e4)))
     assert "harder on content" in said.routing_or_content(said.resampled(table(score_square=1e-4)))
+
+
+def heads(*statuses: str, residual: float = 3e-7) -> pd.DataFrame:
+    return pd.DataFrame({"status": statuses, "law_residual": residual})
+
+
+def test_what_was_not_captured_is_counted_and_named_with_its_reason() -> None:
+    rows = heads("ok", "ok", "no gradient", "non-finite (2 steps)")
+    mixers = {f"layers.{layer}.mixer": "no softmax attention" for layer in range(0, 10, 2)}
+    text = said.believed({"not_captured": {**mixers, "tower.attention": "no attention call was seen"}}, rows)
+    assert (
+        "to 3e-07; 2 of 4 heads are without remark, 1 received no gradient, 1 had numbers that are not finite" in text
+    )
+    assert text.endswith(
+        "6 modules were not captured: layers.0.mixer, layers.2.mixer, layers.4.mixer and 2 more (no softmax attention); "
+        "tower.attention (no attention call was seen)."
+    )
+    assert said.believed({"not_captured": {}}, rows).endswith("every attention module was captured.")
+
+
+def test_a_run_that_does_not_say_what_it_missed_is_not_called_whole() -> None:
+    assert said.believed({}, heads("ok")).endswith("which modules were not captured is not on its record.")
+
+
+def test_numbers_that_were_not_checked_are_not_called_right() -> None:
+    text = said.believed({}, heads("no gradient", "no gradient", residual=float("nan")))
+    assert "nan" not in text
+    assert "no number here is checked; no head is without remark, 2 received no gradient" in text
