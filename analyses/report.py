@@ -14,7 +14,8 @@ from typing import Any
 
 from . import page
 from .analyze import Run
-from .sentences import captured, resampled, sentences
+from .resampled import resampled
+from .sentences import captured, sentences
 
 LIMIT = 5_000_000  # bytes, for 144 heads over 2,048 tokens
 
@@ -31,7 +32,7 @@ def named_heads(run: Run) -> tuple[list[str], str]:
     found = resampled(run.sequences)
     labels = [] if found is None else found.singled_out("routing_pressure")[0]
     if labels:
-        return labels[:12], "Heads above the median routing pressure, all heads at once (95 %),"
+        return labels[:12], "Heads above the median routing pressure on one half of the windows, all at once (95 %),"
     strongest = run.heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(3).tolist()
     return strongest, "The heads of largest routing pressure, which are not told apart from the others,"
 

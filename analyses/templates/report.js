@@ -30,7 +30,7 @@ function drawMap() {
   const paint = signed ? diverging : sequential;
   const shaded = data.resolved !== null && column.name === "routing_pressure";
   byId("meaning").textContent = column.meaning;
-  byId("hatching").textContent = shaded ? "Hatched: not told apart from the median head, all heads at once (95 %)." : "";
+  byId("hatching").textContent = shaded ? "Hatched: not told apart from the median head on the half of the sequences that picks, all heads at once (95 %)." : "";
   const table = byId("map"); table.replaceChildren();
   const top = element("thead"), row = element("tr"); row.append(element("th"));
   for (let head = 0; head < data.width; head++) row.append(element("th", String(head)));
