@@ -17,7 +17,7 @@ from .analyze import Run
 from .resampled import resampled
 from .sentences import captured, sentences
 
-LIMIT = 5_000_000  # bytes, for 144 heads over 2,048 tokens
+LIMIT, SPARE = 5_000_000, 120_000  # bytes of a page, and those of its style, script and words
 
 
 def tokens_of(run: Run) -> list[str | None]:
@@ -37,22 +37,29 @@ def named_heads(run: Run) -> tuple[list[str], str]:
     return strongest, "The heads of largest routing pressure, which are not told apart from the others,"
 
 
-def left_out(run: Run) -> str:
+def left_out(run: Run, data: dict[str, Any]) -> str:
     """What the page does not show and the files do."""
     said = []
-    if run.maps.pooled:
+    if data["maps"]:
         length = max(one.length[0] for one in run.maps.pooled.values())
-        fine = ", ".join(sorted(run.maps.fine)) or "none"
+        fine = ", ".join(data["fine"]) or "none"
         said.append(
             f"Maps show the first of {run.record.get('windows')} windows ({length} tokens), pooled to at most 64 × 64 "
             f"cells, at most 256 × 256 for {fine}; values have 8 bits."
         )
-    if len(run.heads) > page.DRAWN:
+    if data["drawn"] and data["drawn"] < len(run.heads):
         said.append(
-            f"Maps and pairs are here for the {page.DRAWN:,} heads of largest routing pressure of {len(run.heads):,}."
+            f"To stay under {LIMIT:,} bytes, maps, pairs and words are here for the {data['drawn']:,} heads of largest "
+            f"routing pressure of {len(run.heads):,}."
         )
-    kept = int(run.edges["rank"].max()) if len(run.edges) else 0
-    said.append(f"{kept} pairs per head and direction were kept, {page.LISTED} are listed.")
+    if len(run.edges):
+        kept = int(run.edges["rank"].max())
+        said.append(f"{kept} pairs per head and direction were kept, {page.LISTED} are listed.")
+    if data["history"]:
+        steps, heads = data["history"]["of"]
+        shown = len(data["history"]["steps"]), len(data["history"]["heads"])
+        if shown != (steps, heads):
+            said.append(f"Courses are drawn at {shown[0]:,} of {steps:,} steps, of {shown[1]:,} of {heads:,} heads.")
     return " ".join(said)
 
 
@@ -80,23 +87,29 @@ def html(run: Run) -> str:
     folder = Path(__file__).parent / "templates"
     environment = Environment(loader=FileSystemLoader(folder, encoding="utf-8"), autoescape=True)
     template = environment.get_template("report.html.jinja")
-    record = run.record
+    record, cloud = run.record, run.more.get("manifold")
     found = resampled(run.sequences)
     resolved = None if found is None else found.singled_out("routing_pressure")[0]
-    data = page.data_of(run.heads, run.edges, run.maps, tokens_of(run), resolved, run.more)
-    apart = ("versions", "texts", "not_captured")
+    library = plotly() if cloud is not None and not cloud.empty else ""
+    room = LIMIT - len(library) - SPARE
+    data = page.data_of(run.heads, run.edges, run.maps, tokens_of(run), resolved, run.more, room)
+    apart = ("versions", "texts", "not_captured", "columns_of")
     flat = {**{name: value for name, value in record.items() if name not in apart}, **record.get("versions", {})}
+    if "texts" in record:
+        flat["texts"] = ", ".join(record["texts"])
+    kinds = (record.get(name) for name in ("architecture", "attention_implementation", "dtype"))
     return template.render(
         title=record.get("model", "a model"),
-        subtitle=f"{record.get('architecture')} · {record.get('attention_implementation')} · {record.get('dtype')}",
-        sentences=sentences(record, run.heads, run.edges, run.sequences, run.more.get("vocabulary")),
-        columns=[{"name": name} for name in page.SHOWN if name in run.heads],
-        sequences=record.get("windows"),
-        left_out=left_out(run),
-        provenance=[*flat.items(), ("texts", ", ".join(record.get("texts", []))), ("captured", captured(record))],
+        subtitle=" · ".join(str(kind) for kind in kinds if kind is not None),
+        sentences=sentences(record, run.heads, run.edges, found, run.more),
+        columns=[entry["name"] for entry in data["columns"]],
+        columns_of=record.get("columns_of"),
+        intervals=f"Brackets: pointwise 95 % bootstrap intervals over {found.sequences} sequences." if found else "",
+        left_out=left_out(run, data),
+        provenance=[*flat.items(), ("captured", captured(record))],
         data=script_json(data),
         script=script(environment),
-        plotly=plotly() if data["manifold"] else "",
+        plotly=library,
     )
 
 

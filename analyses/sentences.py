@@ -7,13 +7,15 @@ the guard fails, the sentence says so and how many sequences would about be need
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..probe import bootstrap
-from .resampled import FEWEST, LEVEL, Resampled, Sample, quiet, resampled
+from . import training_sentences as training
+from .resampled import FEWEST, LEVEL, Resampled, Sample, quiet
 
 NAMED, HEADS = 3, 5  # modules that are named for each reason why they were not captured, and heads that are named
 NOTHING = "nothing farther than random directions would"
@@ -41,17 +43,20 @@ def measured(record: dict[str, Any], heads: pd.DataFrame) -> str:
     )
 
 
-def believed(record: dict[str, Any], heads: pd.DataFrame) -> str:
-    status = heads["status"].astype(str)
-    worst, ok = float(heads["law_residual"].max()), int((status == "ok").sum())
+def believed(record: dict[str, Any], rows: pd.DataFrame, what: str = "heads") -> str:
+    """`rows`: of the heads table, or of a history (`what` says so)."""
+    if "law_residual" not in rows:
+        return "Can it be believed: these tables keep no residuals; `advantage-probe verify` checks a saved model."
+    status = rows["status"].astype(str)
+    worst, ok = float(rows["law_residual"].max()), int((status == "ok").sum())
     blind, odd = int(status.str.startswith("no gradient").sum()), int(status.str.contains("non-finite").sum())
     if math.isfinite(worst):
         text = f"the recomputed weights reproduce every head's own output along its gradient to {worst:.0e}"
     else:
         text = "no head's output could be held against recomputed weights, so no number here is checked"
-    remarks = f"{ok} of {len(heads)} heads are without remark" if ok else "no head is without remark"
+    remarks = f"{ok:,} of {len(rows):,} {what} are without remark" if ok else f"none of the {what} is without remark"
     return (
-        f"Can it be believed: {text}; {remarks}, {blind} received no gradient, {odd} had numbers that are not finite; "
+        f"Can it be believed: {text}; {remarks}, {blind:,} received no gradient, {odd:,} had numbers that are not finite; "
         f"{captured(record)}."
     )
 
@@ -180,15 +185,27 @@ def sentences(
     record: dict[str, Any],
     heads: pd.DataFrame,
     edges: pd.DataFrame,
-    sequences: pd.DataFrame,
-    vocabulary: pd.DataFrame | None = None,
+    found: Resampled | None,
+    more: Mapping[str, pd.DataFrame],
 ) -> list[str]:
-    """The five, in the order of the first screen."""
-    found = resampled(sequences)
+    """The five, in the order of the first screen; of a training run what its steps say, where it kept no more.
+
+    Args:
+        found: `resampled` of the run's sequences. more: frames that not every run has.
+    """
+    history = more.get("history")
+    if history is None or history.empty:
+        return [
+            measured(record, heads),
+            believed(record, heads),
+            where(found),
+            routing_or_content(found),
+            writes(found, edges, more.get("vocabulary")),
+        ]
     return [
-        measured(record, heads),
-        believed(record, heads),
-        where(found),
-        routing_or_content(found),
-        writes(found, edges, vocabulary),
+        training.observed(record, history),
+        believed(record, history, "rows (a head at a step)"),
+        training.moved(history) if found is None else where(found),
+        training.balance(history) if found is None else routing_or_content(found),
+        training.unwritten() if edges.empty else writes(found, edges, more.get("vocabulary")),
     ]

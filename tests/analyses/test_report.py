@@ -83,8 +83,11 @@ def test_the_page_holds_every_head_and_valid_json(result) -> None:
     assert "NaN" not in raw
     assert "Infinity" not in raw
     data = json.loads(raw)
-    assert [head["label"] for head in data["heads"]] == list(result.heads["label"])
-    assert [len(row["labels"]) for row in data["rows"]] == [4, 4]
+    assert data["heads"]["label"] == list(result.heads["label"])
+    assert data["rows"] == ["L0", "L1"]
+    assert data["heads"]["row"] == [0] * 4 + [1] * 4
+    status = data["heads"]["status"]
+    assert [status["texts"][code] for code in status["codes"]] == list(result.heads["status"])
 
 
 def test_frames_come_back_as_they_were(result, tmp_path) -> None:

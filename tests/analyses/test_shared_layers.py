@@ -91,7 +91,7 @@ def test_the_map_of_each_is_its_own_attention(run: Run, model: nn.Module) -> Non
 
 def test_the_page_has_a_line_and_pairs_for_each(run: Run) -> None:
     data = json.loads(re.search(r'type="application/json">(.*?)</script>', html(run), re.S).group(1))
-    assert [row["name"] for row in data["rows"]] == ["layers.0.far", "layers.0.near"]
+    assert data["rows"] == ["layers.0.far", "layers.0.near"]
     for name in data["edges"]:
         own = run.edges[(run.edges["label"] == name) & (run.edges["rank"] == 1)]
         first = own[own["direction"] == "routed"].iloc[0]
