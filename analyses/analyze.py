@@ -225,7 +225,7 @@ def collect(
         seen.updates(),
         seen.sequences(),
         {
-            **_record(model, seen, name),
+            **recorded(seen, name),
             "windows": windows,
             "tokens": tokens,
             "targets": targets,
@@ -259,20 +259,23 @@ def _mapped(
     )
 
 
-def _record(model: nn.Module, seen: Watch, name: str) -> dict[str, Any]:
+def recorded(seen: Watch, name: str | None = None) -> dict[str, Any]:
+    """What a run on record says of the model that was watched, of the libraries, and of what was not captured."""
+    model = seen.model
     libraries = ("torch", "transformers", "pandas", "numpy")
     config: Any = getattr(model, "config", None)
+    first = next(model.parameters(), None)
     modules = seen.modules()
     missed = modules[modules["status"] != CAPTURED]
     return {
         "format": FORMAT,
         "advantage_probe": __version__,
         "versions": {"python": platform.python_version()} | {library: version(library) for library in libraries},
-        "model": name,
+        "model": name if name is not None else seen.model_name,
         "architecture": type(model).__name__,
         "attention_implementation": getattr(config, "_attn_implementation", None),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": str(next(model.parameters()).device),
+        "dtype": None if first is None else str(first.dtype).removeprefix("torch."),
+        "device": None if first is None else str(first.device),
         "threads": torch.get_num_threads(),
         "loss_weight": seen.loss_weight,
         "not_captured": dict(missed[["module", "status"]].astype(str).values.tolist()),

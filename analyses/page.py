@@ -25,6 +25,7 @@ from .shown_columns import SHOWN, short
 EDGES = 2_000  # per head, over both directions
 LISTED = 12  # edges per direction that are shown with their tokens
 POINTS = 4_000  # of a manifold
+MANY = 1_000  # heads: of more, numbers have four digits, which is still one more than the page shows
 
 WITH_INTERVAL = ("routing_pressure", "content_relative", "alignment")
 
@@ -101,14 +102,15 @@ def head_columns(heads: pd.DataFrame) -> dict[str, Any]:
     for name in SHOWN:
         for column in (name, f"{name}_low", f"{name}_high"):
             if column in heads and (column == name or name in WITH_INTERVAL):
-                found[column] = [short(value) for value in heads[column]]
+                found[column] = [short(value, 6 if len(heads) <= MANY else 4) for value in heads[column]]
     return found
 
 
 def _lines(heads: pd.DataFrame) -> tuple[list[int], list[str]]:
     """The lines of the layer × head picture, one per module and use: of which line every head is, and their names."""
     numbers: dict[tuple[str, int], int] = {}
-    names, own = [], []
+    names: list[str] = []
+    own: list[int] = []
     for label, module, use in zip(heads["label"].astype(str), heads["module"].astype(str), heads["use"], strict=True):
         if (module, int(use)) not in numbers:
             numbers[module, int(use)] = len(names)
@@ -141,10 +143,11 @@ def manifold_points(table: pd.DataFrame | None) -> dict[str, Any]:
     return found
 
 
-def _by_head(table: pd.DataFrame | None) -> dict[str, pd.DataFrame]:
+def _by_head(table: pd.DataFrame | None) -> dict[str, Any]:
+    """Label → the places of its rows."""
     if table is None or table.empty:
         return {}
-    return {str(name): rows for name, rows in table.groupby(table["label"].astype(str), sort=False)}
+    return table.groupby(table["label"].astype(str), sort=False).indices
 
 
 def head_parts(
@@ -158,9 +161,10 @@ def head_parts(
         if name in chosen:
             parts["maps"] = map_data(chosen[name])
         if name in pairs:
-            parts |= {"edges": edge_lists(pairs[name]), "points": edge_points(pairs[name])}
-        if name in said:
-            parts["vocabulary"] = words(said[name])
+            own = edges.iloc[pairs[name]]
+            parts |= {"edges": edge_lists(own), "points": edge_points(own)}
+        if vocabulary is not None and name in said:
+            parts["vocabulary"] = words(vocabulary.iloc[said[name]])
         yield name, {kind: part for kind, part in parts.items() if part}
 
 

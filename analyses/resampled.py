@@ -115,7 +115,8 @@ class Resampled:
         size, plain = half.above_median(column)
         order = np.argsort(-np.nan_to_num(size, nan=-np.inf))
         limit = half.widened(plain)
-        found = [self.labels[head] for head in order if size[head] > limit]
+        largest = np.argsort(-np.nan_to_num(half.whole[column], nan=-np.inf))
+        found = [self.labels[head] for head in largest if size[head] > limit]
         if found and self.halved:
             return found, self.sequences
         strongest = float(size[order[0]]) if len(order) else math.nan

@@ -24,13 +24,13 @@ NOTHING = "nothing farther than random directions would"
 def share_by_layer(sample: Sample, layers: list[str]) -> list[tuple[str, float, float, float]]:
     """(layer, share, low, high): each layer's part of the score slope Σ D² of all heads, largest first."""
     whole, drawn = -sample.whole["score_slope"], -sample.replicates["score_slope"]
-    rows = []
-    for layer in dict.fromkeys(layers):
-        there = np.array([other == layer for other in layers])
-        with quiet():
-            shares = np.nansum(drawn[:, there], axis=1) / np.nansum(drawn, axis=1)
-            low, high = bootstrap.interval(shares[:, None])
-            rows.append((layer, float(np.nansum(whole[there]) / np.nansum(whole)), float(low[0]), float(high[0])))
+    names, rows = np.array(layers, dtype=object), []
+    with quiet():
+        all_of_it, of_replicates = np.nansum(whole), np.nansum(drawn, axis=1)
+        for layer in dict.fromkeys(layers):
+            there = names == layer
+            low, high = bootstrap.interval((np.nansum(drawn[:, there], axis=1) / of_replicates)[:, None])
+            rows.append((layer, float(np.nansum(whole[there]) / all_of_it), float(low[0]), float(high[0])))
     return sorted(rows, key=lambda row: -row[1])
 
 
@@ -46,7 +46,7 @@ def measured(record: dict[str, Any], heads: pd.DataFrame) -> str:
 def believed(record: dict[str, Any], rows: pd.DataFrame, what: str = "heads") -> str:
     """`rows`: of the heads table, or of a history (`what` says so)."""
     if "law_residual" not in rows:
-        return "Can it be believed: these tables keep no residuals; `advantage-probe verify` checks a saved model."
+        return "Can it be believed: these tables keep no residuals; “advantage-probe verify” checks a saved model."
     status = rows["status"].astype(str)
     worst, ok = float(rows["law_residual"].max()), int((status == "ok").sum())
     blind, odd = int(status.str.startswith("no gradient").sum()), int(status.str.contains("non-finite").sum())
@@ -94,9 +94,9 @@ def where(found: Resampled | None) -> str:
             f"{text}; single heads are not distinguishable from the median head with {found.sequences} sequences; about "
             f"{needed} would be needed."
         )
-    named = ", ".join(f"{label} {_times(found, label)}" for label in labels[:HEADS])
-    named += f"; {len(labels) - HEADS} more lie above it" if len(labels) > HEADS else ""
-    return f"{text}; of single heads, all of them asked at once, {named}."
+    named = [f"{label} {_times(found, label)}" for label in labels[:HEADS]]
+    named += [f"{len(labels) - HEADS} more lie above it"] if len(labels) > HEADS else []
+    return f"{text}; against the median head's routing pressure, all heads asked at once, {', '.join(named)}."
 
 
 def _layer(found: Resampled) -> str:
@@ -117,8 +117,8 @@ def _times(found: Resampled, label: str) -> str:
     """How a named head compares with the median head on the half that did not pick it."""
     ratio, low, high = found.estimated("routing_pressure", label)
     if not math.isfinite(ratio):
-        return "stands out where the median head has no routing pressure"
-    return f"has {ratio:.3g} [{low:.3g}, {high:.3g}] times the median head's routing pressure"
+        return "has some where it has none"
+    return f"has {ratio:.3g} [{low:.3g}, {high:.3g}] times as much"
 
 
 def routing_or_content(found: Resampled | None) -> str:
@@ -205,7 +205,7 @@ def sentences(
     return [
         training.observed(record, history),
         believed(record, history, "rows (a head at a step)"),
-        training.moved(history) if found is None else where(found),
+        training.moved(history, len(record.get("seeds", [0]))) if found is None else where(found),
         training.balance(history) if found is None else routing_or_content(found),
         training.unwritten() if edges.empty else writes(found, edges, more.get("vocabulary")),
     ]

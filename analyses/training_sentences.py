@@ -14,10 +14,7 @@ import pandas as pd
 
 from .resampled import quiet
 
-KEEP = (
-    '`advantage-probe analyze` on a saved model, or a watch opened with singly=True and detail="edges" and given to '
-    "write_report, has them"
-)
+KEEP = "“advantage-probe analyze” on a saved model keeps them, and so does a watch with singly=True"
 
 
 def observed(record: dict[str, Any], history: pd.DataFrame) -> str:
@@ -38,7 +35,7 @@ def _span(history: pd.DataFrame) -> str:
     return f" from {first:,} to {last:,}" if last > first else f", step {first:,}"
 
 
-def moved(history: pd.DataFrame) -> str:
+def moved(history: pd.DataFrame, runs: int = 1) -> str:
     """How the median head's routing pressure went."""
     why = f"no layer or head is singled out, because the steps' sequences were not kept ({KEEP})"
     ends = _ends(history, lambda rows: rows["routing_pressure"])
@@ -47,7 +44,7 @@ def moved(history: pd.DataFrame) -> str:
     (first, before), (last, after) = ends
     return (
         f"Where: in the median head routing pressure went from {before:.3g} at step {first:,} to {after:.3g} at step "
-        f"{last:,}, in this one run; {why}."
+        f"{last:,}, in {'this one run' if runs == 1 else f'these {runs} runs together'}; {why}."
     )
 
 
@@ -75,4 +72,6 @@ def _ends(history: pd.DataFrame, column: Any) -> tuple[tuple[int, float], tuple[
 
 
 def unwritten() -> str:
-    return f"What it writes: not known, the steps' tokens and pairs were not kept ({KEEP})."
+    return (
+        "What it writes: not known, the steps' tokens and pairs were not kept; a watch with detail=“edges” keeps them."
+    )

@@ -6,6 +6,7 @@ import threading
 from typing import Any, Literal
 
 import pandas as pd
+from torch import nn
 
 from ..hooks.attachment import Attachment
 from ..hooks.refusals import BadRequest, MergeRefused
@@ -71,6 +72,11 @@ class Readings:
             if isinstance(other, Readings):
                 # what an open step holds still carries its weight
                 self._weights |= other._weights or ({None} if state.entries else set())
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is watched."""
+        return self._attachment.model
 
     @property
     def loss_weight(self) -> float | str:
@@ -147,7 +153,7 @@ class Readings:
         otherwise, "no attention call was seen" for attention that did not run, or not so that it can be read.
         """
         state, attachment = self._filled(), self._attachment
-        idle = uncalled(attachment.model, {key.site.module for key in state.entries}, attachment.silent)
+        idle = uncalled(self.model, {key.site.module for key in state.entries}, attachment.silent)
         asked = [site for site in idle if self.layers is None or site.layer in self.layers]
         return frames.modules(state, attachment.silent, asked)
 

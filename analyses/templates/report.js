@@ -87,7 +87,7 @@ byId("map").addEventListener("keydown", (event) => {
 const focusHead = (label) => { if (buttons.has(label)) buttons.get(label).focus(); };
 
 function drawTable() {
-  const names = ["label", "kind", ...data.columns.map((column) => column.name), "status"];
+  const names = ["label", ...all.some((head) => head.kind !== null) ? ["kind"] : [], ...data.columns.map((column) => column.name), "status"];
   const line = document.querySelector("#heads thead tr"); line.replaceChildren();
   for (const name of names) {
     const cell = element("th"), button = element("button", name);
@@ -123,7 +123,7 @@ function drawEdges() {
   const head = heads.get(chosen);
   byId("head-title").textContent = chosen ? "Head " + chosen : "A head";
   const here = head && data.edges[chosen], known = Object.keys(data.edges).length > 0;
-  const note = here ? "the " + data.shown + " strongest pairs of each direction over all windows; the files hold more" : known ? "its pairs are in the files" : "this run kept no maps and no pairs";
+  const note = here ? "the " + data.shown + " strongest pairs of each direction " + byId("head-note").dataset.pairs : known ? "its pairs are in the files" : "this run kept no maps and no pairs";
   byId("head-note").textContent = head ? head.module + " · " + note : "";
   byId("map-part").hidden = !Object.keys(data.maps).length;
   byId("pair-part").hidden = !known;

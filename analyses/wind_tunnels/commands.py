@@ -73,6 +73,10 @@ def train(
         bool | None,
         typer.Option("--distilled/--sampled", help="Exact predictives as targets, or draws; default: the preset's."),
     ] = None,
+    watch: Annotated[
+        int | None,
+        typer.Option("--watch", min=1, help="Watch every head at every n-th step; `report FOLDER` draws them."),
+    ] = None,
 ) -> None:
     """Train a model in a tunnel; a killed run continues with --resume and loses one interval at most."""
     with _one_sentence():
@@ -88,7 +92,9 @@ def train(
         folder = Path(f"tunnel-{name}") if out is None else out
         command = f"advantage-probe tunnel train {name} --preset {preset}{targets} --out {folder}"
         shown = sys.stderr.isatty()
-        _, curve = run(task, chosen, folder, name=name, command=command, resume=resume, progress=shown, device=device)
+        _, curve = run(
+            task, chosen, folder, name=name, command=command, resume=resume, progress=shown, device=device, every=watch
+        )
         last = curve[-1]
         typer.echo(
             f"{name}: entropy error {last['entropy_error']:.4f} bits, KL {last['kl']:.5f} bits "

@@ -8,6 +8,7 @@ import pytest
 from sums import table
 
 from advantage_probe.analyses import sentences as said
+from advantage_probe.analyses.resampled import FEWEST, resampled
 
 BOTH = (("encoder", "encoder_self"), ("decoder", "decoder_self"), ("decoder", "cross"))
 
@@ -27,7 +28,7 @@ def edges(label: str) -> pd.DataFrame:
 def test_a_head_that_is_ten_times_as_strong_is_named_with_how_much_it_is_elsewhere_and_equal_heads_are_not() -> None:
     rows = table(40)
     rows.loc[rows["label"] == "L1H2", "score_square"] *= 100
-    found = said.resampled(rows)
+    found = resampled(rows)
     assert found.singled_out("routing_pressure") == (["L1H2"], 40)
     text = said.where(found)
     assert "picked on one half of the 40 sequences, estimated on the other" in text
@@ -35,7 +36,7 @@ def test_a_head_that_is_ten_times_as_strong_is_named_with_how_much_it_is_elsewhe
     others = sorted(rows["sequence"].unique())[1::2]
     sums = rows[rows["sequence"].isin(others)].groupby("label")["score_square"].sum()
     expected = float(np.sqrt(sums["L1H2"]) / np.sqrt(sums).median())
-    assert f"L1H2 has {expected:.3g} [" in text
+    assert f"against the median head's routing pressure, all heads asked at once, L1H2 has {expected:.3g} [" in text
     share = sums[[name for name in sums.index if name.startswith("L1")]].sum() / sums.sum()
     assert f"layer 1 holds {share:.0%} [" in text
 
@@ -43,7 +44,7 @@ def test_a_head_that_is_ten_times_as_strong_is_named_with_how_much_it_is_elsewhe
 def test_stacks_and_cross_attention_have_layers_of_their_own() -> None:
     rows = table(stacks=BOTH)
     rows.loc[rows["kind"] == "cross", "score_square"] *= 50
-    found = said.resampled(rows)
+    found = resampled(rows)
     assert "layer decoder.xL" in said.where(found)
     shares = said.share_by_layer(found.whole, found.layers)
     assert len(shares) == 6
@@ -51,25 +52,23 @@ def test_stacks_and_cross_attention_have_layers_of_their_own() -> None:
 
 
 def test_one_head_is_not_told_from_itself() -> None:
-    assert said.where(said.resampled(table(heads=1, layers=1))).endswith(
-        "; a single head has no others to be told from."
-    )
+    assert said.where(resampled(table(heads=1, layers=1))).endswith("; a single head has no others to be told from.")
 
 
 def test_more_sequences_are_asked_for_only_where_more_are_needed() -> None:
-    text = said.where(said.resampled(table()))
+    text = said.where(resampled(table()))
     assert "not distinguishable from the median head with 20 sequences" in text
     assert int(text.split("about ")[1].split()[0]) > 20
-    few = said.where(said.resampled(table(7)))
+    few = said.where(resampled(table(7)))
     assert "%]" not in few
-    assert int(few.split("about ")[1].split()[0]) >= said.FEWEST
+    assert int(few.split("about ")[1].split()[0]) >= FEWEST
 
 
 @pytest.mark.parametrize("case", ["hidden", "no slope"])
 def test_what_is_not_known_is_said_without_a_number(case: str) -> None:
     everyone = [(layer, head) for layer in range(2) for head in range(4)]
     rows = table(hidden=everyone) if case == "hidden" else table(score_square=0.0)
-    found = said.resampled(rows)
+    found = resampled(rows)
     texts = [said.where(found), said.routing_or_content(found), said.writes(found, edges("L0H0"), None)]
     assert "nan" not in " ".join(texts)
     assert "no layer or head can be singled out" in texts[0]
@@ -78,13 +77,13 @@ def test_what_is_not_known_is_said_without_a_number(case: str) -> None:
 
 
 def test_heads_without_a_number_are_not_counted_as_told() -> None:
-    assert " of 6 heads" in said.routing_or_content(said.resampled(table(hidden=[(0, 0), (1, 3)])))
+    assert " of 6 heads" in said.routing_or_content(resampled(table(hidden=[(0, 0), (1, 3)])))
 
 
 def test_an_interval_that_holds_one_is_not_called_equal() -> None:
-    assert "it is not told on which the loss pulls harder" in said.routing_or_content(said.resampled(table()))
-    assert "harder on routing" in said.routing_or_content(said.resampled(table(score_square=1e4)))
-    assert "harder on content" in said.routing_or_content(said.resampled(table(score_square=1e-4)))
+    assert "it is not told on which the loss pulls harder" in said.routing_or_content(resampled(table()))
+    assert "harder on routing" in said.routing_or_content(resampled(table(score_square=1e4)))
+    assert "harder on content" in said.routing_or_content(resampled(table(score_square=1e-4)))
 
 
 def heads(*statuses: str, residual: float = 3e-7) -> pd.DataFrame:
@@ -112,4 +111,4 @@ def test_a_run_that_does_not_say_what_it_missed_is_not_called_whole() -> None:
 def test_numbers_that_were_not_checked_are_not_called_right() -> None:
     text = said.believed({}, heads("no gradient", "no gradient", residual=float("nan")))
     assert "nan" not in text
-    assert "no number here is checked; no head is without remark, 2 received no gradient" in text
+    assert "no number here is checked; none of the heads is without remark, 2 received no gradient" in text
