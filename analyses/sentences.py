@@ -202,10 +202,12 @@ def sentences(
             routing_or_content(found),
             writes(found, edges, more.get("vocabulary")),
         ]
-    return [
+    told = [
         training.observed(record, history),
         believed(record, history, "rows (a head at a step)"),
         training.moved(history, len(record.get("seeds", [0]))) if found is None else where(found),
         training.balance(history) if found is None else routing_or_content(found),
         training.unwritten() if edges.empty else writes(found, edges, more.get("vocabulary")),
     ]
+    # what `dynamics` says of the order of frame and precision, under its own guard
+    return [*told, f"Frame or precision first: {record['wording']}"] if record.get("wording") else told

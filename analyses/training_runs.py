@@ -12,7 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from ..hooks.refusals import BadInput
+from ..hooks.refusals import BadInput, BadRequest
+from ..probe.frames import HISTORY as HISTORY_COLUMNS
 from ..probe.frames import joined
 from ..probe.history import read_history
 from ..probe.watch import Watch
@@ -37,9 +38,13 @@ def of_watch(watch: Watch) -> Run:
     """A watch, open or closed: its heads over all observed steps together, and whatever else it kept.
 
     Raises:
-        NoAttentionSeen: when nothing was captured. Whatever the watch could not read.
+        NoAttentionSeen: when nothing was captured. BadRequest: when no step was closed. Whatever the watch could not read.
     """
     history = watch.history()
+    if history.empty:
+        raise BadRequest(
+            "No step was closed, so there is nothing to draw; call watch.step() after each optimizer step."
+        )
     several = history["step"].nunique() > 1
     detailed = watch.detail == "edges"
     record = {**recorded(watch), **_steps(history)}
@@ -81,6 +86,11 @@ def of_history(folder: Path) -> Run:
     """The folder that `watch(history=)` wrote: heads at its last step that was not skipped, and all courses."""
     parts, model = read_history(folder)
     history = joined(parts)
+    missing = [name for name in HISTORY_COLUMNS if name not in history]
+    if missing:
+        raise BadInput(
+            f"The history {str(folder)!r} lacks the column {missing[0]!r}, as of an older version; watch again."
+        )
     first = history[history["backward"] == 0]
     taken = first[~first["status"].astype(str).str.contains("skipped")]
     if taken.empty:
@@ -118,7 +128,7 @@ def of_dynamics(folder: Path) -> Run:
     several = "seed" in pressures and pressures["seed"].nunique() > 1
     seeds = pressures["seed"].astype(str) if "seed" in pressures else pd.Series("", index=pressures.index)
     before = ("seed " + seeds + " ") if several else pd.Series("", index=pressures.index)
-    layers, heads = (pressures[name].astype(int).astype(str) for name in ("layer", "head"))
+    layers, heads = (pressures[name].astype("Int64").astype(str) for name in ("layer", "head"))
     history = pressures.assign(
         label=before + "L" + layers + "H" + heads, module=before + "layer " + layers, use=0, backward=0
     )
@@ -132,7 +142,7 @@ def of_dynamics(folder: Path) -> Run:
         "loss_weight": 1.0,
         **_steps(history),
         **{name: found[name] for name in ("seeds", "changes", "targets") if name in found},
-        "order of frame and precision": found.get("wording"),
+        "wording": found.get("wording"),
     }
     rows = history[history["step"] == steps[-1]].reset_index(drop=True)
     return _bare(rows, record | {"columns_of": f"step {int(steps[-1]):,}"}, {"history": history, "curve": curve})

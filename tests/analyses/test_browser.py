@@ -300,7 +300,7 @@ def test_a_page_without_maps_pairs_and_texts_shows_no_empty_room_for_them(browse
 @needs_browser
 @pytest.mark.parametrize("length", [65_536, 65_537, 200_000])
 def test_pairs_of_long_texts_keep_their_positions(browser, length: int, tmp_path: Path) -> None:
-    run = made(1, 2, 32, edges=30)
+    run = made(1, 4, 32, edges=30)
     scale = (length - 1) / int(run.edges["query_position"].max())
     far = run.edges.assign(
         **{name: (run.edges[name] * scale).round().astype(int) for name in ("query_position", "key_position")}

@@ -41,7 +41,7 @@ def trained(history: Path | None = None, steps: int = 6, *, told: bool = True, *
 def texts(page: str) -> list[str]:
     from html import unescape
 
-    return [unescape(text) for text in re.findall(r"<p>(.*?)</p>", page)][:5]
+    return [unescape(text) for text in re.findall(r"<p>(.*?)</p>", page.split('class="lead"')[1].split("</div>")[0])]
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -149,6 +149,11 @@ def test_the_command_draws_histories_and_refuses_what_is_none(tmp_path: Path) ->
     saved.mkdir(parents=True)
     (saved / "course.json").write_text("{}", encoding="utf-8")
     refused(command("report", tmp_path / "kept"), "dynamics --checkpoints")
+    unstepped = ap.watch(zoo.llama())
+    unstepped.model(**zoo.batch("llama")).loss.backward()
+    unstepped.close()
+    with pytest.raises(ap.BadRequest, match="No step was closed"):
+        ap.write_report(unstepped, tmp_path / "page.html")
     with pytest.raises(ap.BadRequest, match="takes a folder, a watch or a run, not int"):
         ap.write_report(3)  # type: ignore[arg-type]
 
@@ -197,7 +202,7 @@ def test_the_tables_of_dynamics_become_a_page_that_keeps_seeds_apart(tmp_path: P
     )
     curve.to_parquet(tmp_path / "checkpoints.parquet")
     (tmp_path / "run.json").write_text(
-        json.dumps({"task": "bijection", "seeds": [3, 4], "wording": "Frame first: no."}), encoding="utf-8"
+        json.dumps({"task": "bijection", "seeds": [3, 4], "wording": "It is not said of two runs."}), encoding="utf-8"
     )
     page = ap.write_report(tmp_path).read_text(encoding="utf-8")
     data, found = data_of(page), texts(page)
@@ -206,7 +211,7 @@ def test_the_tables_of_dynamics_become_a_page_that_keeps_seeds_apart(tmp_path: P
     assert [line["run"] for line in data["curves"][0]["lines"]] == ["seed 3", "seed 4"]
     assert "went from 4.5 at step 0 to 24.5 at step 20, in these 2 runs together" in found[2]
     assert "these tables keep no residuals" in found[1]
-    assert "Frame first: no." in page
+    assert found[5:] == ["Frame or precision first: It is not said of two runs."]
     (tmp_path / "pressures.parquet").write_bytes(b"torn")
     with pytest.raises(ap.BadInput, match="is damaged"):
         run_of(tmp_path)
