@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,6 +84,7 @@ def train(
         from .recipes import recipe
         from .registry import tunnel
         from .training import train as run
+        from .training import train_watched
 
         task, chosen = tunnel(name), recipe(name, preset)
         targets = ""
@@ -92,8 +94,9 @@ def train(
         folder = Path(f"tunnel-{name}") if out is None else out
         command = f"advantage-probe tunnel train {name} --preset {preset}{targets} --out {folder}"
         shown = sys.stderr.isatty()
-        _, curve = run(
-            task, chosen, folder, name=name, command=command, resume=resume, progress=shown, device=device, every=watch
+        watched = run if watch is None else partial(train_watched, every=watch)
+        _, curve = watched(
+            task, chosen, folder, name=name, command=command, resume=resume, progress=shown, device=device
         )
         last = curve[-1]
         typer.echo(

@@ -9,7 +9,6 @@ Shapes: n episodes, L positions, O outcomes.
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,15 @@ def train(
     forward: Forward = logits,
     progress: bool = False,
     device: str = "cpu",
-    every: int | None = None,
+    seen: Watch | None = None,
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Train a model of `recipe.shape` (or `model`) on `tunnel`; returns it in eval mode with the curve.
 
     Every `interval` steps (default: a fiftieth of the run) the held-out error is appended to the curve and, with a
     `folder`, the run is saved atomically; `resume` continues from there. A curve row holds step, loss (nats, mean
     since the row before), entropy_error and kl (bits). Raises `UnusableCheckpoint` if the saved run had other
-    settings, `TunnelError` if the loss stops being finite. With `every` and a `folder`, the heads are watched at every n-th
-    step, and their history lies in the folder beside the run.
+    settings, `TunnelError` if the loss stops being finite. `seen` is a watch of `model`, told of every step; see
+    `train_watched`.
     """
     interval = interval or max(1, recipe.steps // 50)
     model = build(recipe.shape, tunnel, recipe.seed) if model is None else model
@@ -73,46 +72,48 @@ def train(
     truth = tunnel.predictive(held_out.tokens)
     model.train()
     total = 0.0
-    observed = nullcontext() if every is None or folder is None else _watched(model, folder, every, start)
-    with observed as seen:
-        for step in _counted(start, recipe.steps, progress, curve):
-            for group in optimiser.param_groups:
-                group["lr"] = learning_rate(recipe, step)
-            length = episode_length(recipe, tunnel.length, step)
-            batch = recipe.batch * tunnel.length // length
-            episodes = tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
-            loss = objective(tunnel, episodes, forward(model, episodes.tokens.to(device)), recipe.distilled)
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-            optimiser.step()
+    for step in _counted(start, recipe.steps, progress, curve):
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(recipe, step)
+        length = episode_length(recipe, tunnel.length, step)
+        batch = recipe.batch * tunnel.length // length
+        episodes = tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
+        loss = objective(tunnel, episodes, forward(model, episodes.tokens.to(device)), recipe.distilled)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimiser.step()
+        if seen is not None:
+            seen.step(loss_weight=1 / int((episodes.targets >= 0).sum()))
+        total += loss.item()
+        if not math.isfinite(total):
+            raise TunnelError(f"the loss is {loss.item()} at step {step}: lower the learning rate")
+        if (step + 1) % interval == 0 or step + 1 == recipe.steps:
+            since = step + 1 - (int(curve[-1]["step"]) if curve else 0)
+            error, divergence = held_out_error(model, held_out, truth, tunnel.outcomes, forward)
+            row = {"step": step + 1, "loss": total / since, "entropy_error": error, "kl": divergence}
+            curve.append({key: round(value, 6) for key, value in row.items()})
+            total = 0.0
             if seen is not None:
-                seen.step(loss_weight=1 / int((episodes.targets >= 0).sum()))
-            total += loss.item()
-            if not math.isfinite(total):
-                raise TunnelError(f"the loss is {loss.item()} at step {step}: lower the learning rate")
-            if (step + 1) % interval == 0 or step + 1 == recipe.steps:
-                since = step + 1 - (int(curve[-1]["step"]) if curve else 0)
-                error, divergence = held_out_error(model, held_out, truth, tunnel.outcomes, forward)
-                row = {"step": step + 1, "loss": total / since, "entropy_error": error, "kl": divergence}
-                curve.append({key: round(value, 6) for key, value in row.items()})
-                total = 0.0
-                if seen is not None:
-                    seen.flush()
-                if folder is not None:
-                    state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
-                    save_run(folder, {"identity": identity, "step": step + 1, "curve": curve, **state})
+                seen.flush()
+            if folder is not None:
+                state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+                save_run(folder, {"identity": identity, "step": step + 1, "curve": curve, **state})
     model.eval()
     if folder is not None:
         save_model(folder, model, card(name, recipe, command, curve, model))
     return model, curve
 
 
-def _watched(model: nn.Module, folder: Path, every: int, start: int) -> Watch:
-    """A watch that streams to the run's folder, from step `start` on."""
-    seen = watch(model, every=every, history=folder / HISTORY)
-    seen.seek(start)
-    return seen
+def train_watched(
+    tunnel: Tunnel, recipe: Recipe, folder: Path, every: int, *, resume: bool = False, **settings: Any
+) -> tuple[nn.Module, list[dict[str, float]]]:
+    """As `train`, with every head watched at every n-th step; their history lies in the folder beside the run."""
+    model = build(recipe.shape, tunnel, recipe.seed)
+    saved = load_run(folder) if resume else None
+    with watch(model, every=every, history=folder / HISTORY) as seen:
+        seen.seek(0 if saved is None else int(saved["step"]))
+        return train(tunnel, recipe, folder, resume=resume, model=model, seen=seen, **settings)
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

@@ -162,13 +162,13 @@ def test_a_watched_run_in_a_tunnel_becomes_a_page_with_its_curve(tmp_path: Path)
     from advantage_probe.analyses.wind_tunnels import Bijection
     from advantage_probe.analyses.wind_tunnels.models import Shape
     from advantage_probe.analyses.wind_tunnels.recipes import Recipe
-    from advantage_probe.analyses.wind_tunnels.training import train
+    from advantage_probe.analyses.wind_tunnels.training import train, train_watched
 
     tunnel, recipe = Bijection(symbols=4, pairs=4), Recipe(Shape("gpt2", 1, 2, 16), steps=8, batch=4, warm_up=2)
     plain, curve = train(tunnel, recipe, tmp_path / "plain", name="bijection", interval=2)
     with pytest.raises(ap.BadInput, match="were not watched; train it with `--watch N`"):
         run_of(tmp_path / "plain")
-    model, _ = train(tunnel, recipe, tmp_path / "run", name="bijection", interval=2, every=3)
+    model, _ = train_watched(tunnel, recipe, tmp_path / "run", 3, name="bijection", interval=2)
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)  # watching changes nothing
     run = run_of(tmp_path / "run")
@@ -177,7 +177,7 @@ def test_a_watched_run_in_a_tunnel_becomes_a_page_with_its_curve(tmp_path: Path)
     data = data_of(ap.write_report(tmp_path / "run").read_text(encoding="utf-8"))
     assert data["curves"][0]["name"] == "loss (nats)"
     assert data["curves"][0]["lines"][0]["values"] == pytest.approx([row["loss"] for row in curve], rel=1e-3)
-    train(tunnel, recipe, tmp_path / "run", name="bijection", interval=2, every=3, resume=True)
+    train_watched(tunnel, recipe, tmp_path / "run", 3, name="bijection", interval=2, resume=True)
     assert run_of(tmp_path / "run").more["history"]["step"].unique().tolist() == [0, 3, 6]
 
 
