@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -141,7 +142,7 @@ class Visibility:
         if self.rows is not None:
             return self.rows.to(device)
         if self.mask is None:
-            return torch.ones(batch, self.queries, dtype=torch.bool, device=device)
+            return _everyone(batch, self.queries, device)
         return remembered(("counted", self._shape, batch), (self.mask,), lambda: self._counted(batch, device))
 
     @property
@@ -239,15 +240,9 @@ class Visibility:
         device = counted.device
         structure = self.structure
         if self.mask is None and structure.window is None:
-            if structure.causal:
-                seen = (torch.arange(self.queries, device=device) + structure.offset + 1).clamp(0, self.keys)
-            else:
-                seen = torch.full((self.queries,), self.keys, device=device)
-            share = counted / seen.clamp(min=1).double()  # (B, Q): what each row gives to each key it sees
-            total = torch.zeros(batch, self.keys + 1, dtype=torch.float64, device=device)
-            total.index_add_(1, seen, share)  # row i reaches keys 0 … n_i − 1
-            uniform = total.flip(1).cumsum(1).flip(1)[:, 1:]
-            return seen[None, None].expand(batch, 1, -1), uniform[:, None]
+            if self.rows is None:
+                return _unmasked(structure, batch, self.queries, self.keys, device)
+            return _by_order(structure, counted, self.keys)
         return remembered(
             ("counts", self._shape, batch), (self.mask, counted), lambda: self._counts(batch, counted, device)
         )
@@ -271,6 +266,34 @@ class Visibility:
             share = counted[:, None, start:stop] / part.clamp(min=1).to(torch.float64)
             uniform[..., low:high] += torch.einsum("bhq,bhqs->bhs", share, shown.to(torch.float64))
         return seen, uniform
+
+
+@lru_cache(maxsize=4)
+def _everyone(batch: int, queries: int, device: torch.device) -> Tensor:
+    """(B, Q) True; every layer of a model is handed the same, not to be written to."""
+    return torch.ones(batch, queries, dtype=torch.bool, device=device)
+
+
+def _by_order(structure: Structure, counted: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """`Visibility.counts` where order alone decides."""
+    batch, queries = counted.shape
+    if structure.causal:
+        seen = (torch.arange(queries, device=counted.device) + structure.offset + 1).clamp(0, keys)
+    else:
+        seen = torch.full((queries,), keys, device=counted.device)
+    share = counted / seen.clamp(min=1).double()  # (B, Q): what each row gives to each key it sees
+    total = torch.zeros(batch, keys + 1, dtype=torch.float64, device=counted.device)
+    total.index_add_(1, seen, share)  # row i reaches keys 0 … n_i − 1
+    uniform = total.flip(1).cumsum(1).flip(1)[:, 1:]
+    return seen[None, None].expand(batch, 1, -1), uniform[:, None]
+
+
+@lru_cache(maxsize=4)
+def _unmasked(
+    structure: Structure, batch: int, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`_by_order` where every row counts, once for all layers; not to be written to."""
+    return _by_order(structure, _everyone(batch, queries, device), keys)
 
 
 def _cut(tensor: Tensor, batch: slice, heads: slice, start: int, stop: int, low: int, high: int) -> Tensor:

@@ -11,32 +11,20 @@ inside a block b, h, r stand for the part of B, H, Q at hand and s for the keys 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..hooks.call import AttentionCall
 from ..hooks.refusals import BadRequest, UnsupportedKernel
 from ..hooks.visibility import HIDDEN
-from . import registers
+from . import inductor, registers
 from .edges import Edges, join, of_block, strongest
-from .vectors import Vectors, correlation
+from .rows import ROWS, table
+from .vectors import Vectors
 
 BLOCK_ENTRIES = 1 << 19  # scores held at once: a few buffers of this size stay in the cache
-
-_ROWS = (
-    "entropy",
-    "sink",
-    "expected",
-    "advantage_square",
-    "missed",
-    "alignment",
-    "score_square",
-    "spread",
-    "over_uniform",
-    "upstream_norm",
-    "residual",
-    "residual_scale",
-)
 
 
 def compute_dtype(call: AttentionCall) -> torch.dtype:
@@ -72,6 +60,7 @@ def vectors(
     edges: int = 0,
     tokens: bool = True,
     gradients: bool = False,
+    compiled: bool = False,
     entries: int = BLOCK_ENTRIES,
 ) -> Vectors:
     """Both laws for every query row and every key of `call`.
@@ -81,6 +70,7 @@ def vectors(
         edges: how many of the strongest score gradients of either direction to keep per batch row and head.
         tokens: also what only token rows show, `spread`; without it that is 0.
         gradients: also ∂L/∂q and ∂L/∂k, for calls whose every row counts and that have no cap.
+        compiled: what lies between the products by `inductor.py`, on the CPU, where the call is of the kind that it knows.
         entries: upper bound on the scores that are held at once.
 
     Raises:
@@ -89,7 +79,7 @@ def vectors(
     compute_dtype(call)  # refuses what has no gradient
     if not edges and not gradients and entries == BLOCK_ENTRIES and registers.usable(call):
         return registers.vectors(call, tokens=tokens)
-    work = _Pass(call, edges, tokens, gradients)
+    work = _Pass(call, edges, tokens, gradients, compiled)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
     routed, anti_routed = [], []
@@ -103,12 +93,36 @@ def vectors(
     return work.finish((join(routed, 0), join(anti_routed, 0)) if routed else None)
 
 
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What lies between the products of a block: α and w (b,h,r,s); D where it is wanted again; [u, ‖u‖, 1 if live]
+    (b,h,r,V+2); the table of its rows (ROWS,b,h,r); where alignment is known (b,h,r); edges where they are kept.
+    """
+
+    attention: Tensor
+    weights: Tensor
+    score_gradient: Tensor | None
+    users: Tensor
+    rows: Tensor
+    aligned: Tensor
+    edges: tuple[Edges, Edges] | None = None
+
+
+def accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into (b,h,·,·) += left (b,h,·,r) right (b,h,r,·), without a buffer for the product where into is one stack."""
+    if into.shape[0] == 1:
+        into[0].baddbmm_(left[0], right[0])
+    else:
+        into += torch.matmul(left, right)
+
+
 class _Pass:
     """The sums of one call, filled block by block."""
 
-    def __init__(self, call: AttentionCall, edges: int, tokens: bool, gradients: bool) -> None:
+    def __init__(self, call: AttentionCall, edges: int, tokens: bool, gradients: bool, compiled: bool) -> None:
         self.call, self.edges, self.tokens = call, edges, tokens
         self.dtype, device = compute_dtype(call), call.query.device
+        self.swept = compiled and not edges and device.type == "cpu" and call.sinks is None and call.weights is None
         self.batch, self.query_heads, self.queries, _ = call.query.shape
         self.keys, self.width = call.key.shape[2], call.value.shape[3]
         shape = (self.batch, self.query_heads)
@@ -116,7 +130,7 @@ class _Pass:
         self.seen, self.uniform = call.visibility.counts(self.batch, counted)
         self.usable = (counted[:, None] & (self.seen > 0)).expand(*shape, self.queries)
         self.blind = (counted[:, None] & (self.seen == 0)).sum(-1).expand(shape)
-        self.rows = torch.zeros(len(_ROWS), *shape, self.queries, dtype=self.dtype, device=device)
+        self.rows = torch.zeros(len(ROWS), *shape, self.queries, dtype=self.dtype, device=device)
         self.zeros = torch.zeros((), dtype=self.dtype, device=device).expand(*shape, self.queries)
         self.ones = torch.ones((), dtype=self.dtype, device=device).expand(*shape, self.queries)
         # Σ_j α b equals u·o up to the kernel's rounding, unless the kernel rounds coarsely, drops weights or has a sink
@@ -174,11 +188,7 @@ class _Pass:
     def block(
         self, place: tuple[slice, slice, slice], keys: Tensor, values: Tensor, low: int
     ) -> tuple[Edges, Edges] | None:
-        """Rows `place` against the keys (b,h,s,D) and values (b,h,s,V), which start at position `low`.
-
-        Every pass over the (b,h,r,s) entries counts: `score` and `buffer` are reused, and a sum that follows from others
-        is not taken again.
-        """
+        """Rows `place` against the keys (b,h,s,D) and values (b,h,s,V), which start at position `low`."""
         call, (batch, heads, span) = self.call, place
         high = low + keys.shape[-2]
         live = self.usable[place]
@@ -187,17 +197,97 @@ class _Pass:
         # every row sees the keys before `edge`; only the rest has to be masked
         edge = call.visibility.shared(span.start, low, high)
         visible, bias = call.visibility.block(batch, heads, span.start, span.stop, low + edge, high, call.query.device)
-        hidden = None if visible is None else ~visible
-        shown = None if visible is None else visible.to(self.dtype)  # multiplying is cheaper than filling
 
-        # α, its normaliser and entropy
         score = torch.matmul(query, keys.transpose(-1, -2))
         if call.call.softcap is not None:
             score.mul_(call.call.scale / call.call.softcap).tanh_().mul_(call.call.softcap)
         if bias is not None:
             score[..., edge:] += bias.to(self.dtype)
+        find = self.swept_block if self.swept else self.passed_block
+        found = find(place, score, visible, edge, upstream, output, values, low)
+        self.rows[:, *place], self.aligned[place] = found.rows, found.aligned
+
+        if self.query_gradient is not None and self.key_gradient is not None:
+            assert found.score_gradient is not None
+            self.query_gradient[place] = torch.matmul(found.score_gradient, keys).mul_(call.call.scale)
+            # the scale is in `query`
+            accumulate(self.key_gradient[batch, heads, :, low:high], query.mT, found.score_gradient)
+        # per key: [u, ‖u‖, 1]ᵀ w
+        accumulate(self.moments[batch, heads, :, low:high], found.users.mT, found.weights)
+        if self.usage is not None:
+            counted = live[..., None].to(self.dtype)
+            self.usage[batch, heads, low:high] += torch.matmul(found.attention.mT, counted)[..., 0]
+        if self.reach is not None:
+            own, other = call.visibility.positions(call.query.device)
+            apart = (own[span, None] - other[None, low:high]).abs().to(self.dtype)
+            apart[:, max(0, self.keys - call.visibility.added - low) :] = 0  # a column that is no token lies nowhere
+            self.reach[place] = torch.where(live, (found.attention * apart).sum(-1), 0.0)
+        return found.edges
+
+    def n(self, place: tuple[slice, slice, slice]) -> Tensor:
+        """(b,1 or h,r): n_i of some rows, at least 1."""
+        batch, heads, span = place
+        seen = self.seen[batch, heads if self.seen.shape[1] > 1 else slice(None), span]
+        return seen.clamp(min=1).to(self.dtype)
+
+    def swept_block(
+        self,
+        place: tuple[slice, slice, slice],
+        score: Tensor,
+        visible: Tensor | None,
+        edge: int,
+        upstream: Tensor,
+        output: Tensor,
+        values: Tensor,
+        low: int,
+    ) -> _Found:
+        """What lies between the products, compiled: for calls without sinks, dropped weights and edges."""
+        structure, masked = self.call.visibility.structure, self.call.visibility.mask is not None
+        if masked and visible is not None:
+            shown = visible.to(self.dtype).expand(score.shape).flatten(0, 1)
+        elif visible is not None:
+            start, keys = place[2].start + structure.offset - low, score.shape[-1]
+            shown = inductor.window(structure, start, score.shape[2], keys, self.queries, self.keys, self.dtype)
+        else:
+            shown = self.ones.new_ones(score.shape[2:])
+        gradient = self.query_gradient is not None
+        found = inductor.compiled(self.dtype, shown.dim() == 2, gradient)(
+            score.flatten(0, 1),
+            torch.matmul(upstream, values.mT).flatten(0, 1),
+            shown.contiguous(),
+            upstream.flatten(0, 1).contiguous(),
+            output.flatten(0, 1).contiguous(),
+            self.usable[place].flatten(0, 1).contiguous(),
+            self.n(place).expand(score.shape[:3]).flatten(0, 1).contiguous(),
+        )
+        parts = [part.unflatten(0, score.shape[:2]) for part in found[:-2]]
+        rows, aligned = found[-2].unflatten(1, score.shape[:2]), found[-1].unflatten(0, score.shape[:2])
+        return _Found(parts[0], parts[0], parts[1] if gradient else None, parts[-1], rows, aligned)
+
+    def passed_block(
+        self,
+        place: tuple[slice, slice, slice],
+        score: Tensor,
+        visible: Tensor | None,
+        edge: int,
+        upstream: Tensor,
+        output: Tensor,
+        values: Tensor,
+        low: int,
+    ) -> _Found:
+        """What lies between the products, pass by pass, for every call.
+
+        Every pass over the (b,h,r,s) entries counts: `score` and `buffer` are reused, and a sum that follows from others
+        is not taken again.
+        """
+        call, (_, heads, span) = self.call, place
+        live, n = self.usable[place], self.n(place)
+        hidden = None if visible is None else ~visible
+        shown = None if visible is None else visible.to(self.dtype)  # multiplying is cheaper than filling
         if shown is not None:
             score[..., edge:].add_((shown - 1) * -HIDDEN)
+
+        # α, its normaliser and entropy
         attention = torch.softmax(score, -1)
         normaliser = score.amax(-1) - attention.amax(-1).log()  # ln Σ_j exp s_ij: the largest α is exp(max s) over it
         if call.sinks is not None:
@@ -212,7 +302,7 @@ class _Pass:
         entropy = normaliser * mass - buffer.sum(-1)
 
         # b and its mean E under α; E is u·o where that is precise, and then D shows how well it is
-        compatibility = torch.matmul(upstream, values.transpose(-1, -2), out=score)
+        compatibility = torch.matmul(upstream, values.mT, out=score)
         received = (upstream * output).sum(-1)
         weights, reached = attention, received
         if self.precise:
@@ -221,7 +311,7 @@ class _Pass:
             expected = torch.mul(attention, compatibility, out=buffer).sum(-1)
             reached = expected
         if call.weights is not None:
-            weights = call.weights[place][..., low:high].to(self.dtype)
+            weights = call.weights[place][..., low : low + score.shape[-1]].to(self.dtype)
             if hidden is not None:
                 weights = weights.clone()
                 weights[..., edge:].masked_fill_(hidden, 0.0)
@@ -247,59 +337,36 @@ class _Pass:
         spread = torch.linalg.vector_norm(score_gradient, ord=1, dim=-1) if self.tokens else self.zeros[place]
         if call.weights is not None:
             torch.mul(attention, less, out=buffer)
-        elif self.query_gradient is not None and self.key_gradient is not None:
-            # D is in the buffer, which is reused below; the scale is in `query`
-            self.query_gradient[place] = torch.matmul(buffer, keys).mul_(call.call.scale)
-            self.key_gradient[batch, heads, :, low:high] += torch.matmul(query.transpose(-1, -2), buffer)
         less_mean = buffer.sum(-1)  # Σ_j α (b − E): 0, up to sinks and rounding
-        advantage_square = buffer.mul_(less).sum(-1)
-        if self.precise:
-            residual = less_mean.square()
-        else:
-            residual = (reached - received).square()
-        b_square = advantage_square + expected * (2 * less_mean + mass * expected)  # Σ_j α b²
+        spare = buffer if self.query_gradient is None else torch.empty_like(buffer)  # D is needed again
+        advantage_square = torch.mul(buffer, less, out=spare).sum(-1)
 
         # alignment of α_i and A_i over V_i, and the slope towards even attention
-        n = self.seen[batch, :, span].clamp(min=1).to(self.dtype)
-        less_sum, less_norm = less.sum(-1), torch.linalg.vector_norm(less, dim=-1)
-        varied = torch.sub(attention, (mass / n)[..., None], out=buffer)
+        varied = torch.sub(attention, (mass / n)[..., None], out=spare)
         if shown is not None:
             varied[..., edge:].mul_(shown)
-        variation = torch.linalg.vector_norm(varied, dim=-1).square()
-        aligned, alignment = correlation(live, n, mass, expected, less_sum, less_norm.square(), variation, less_mean)
-        self.aligned[place] = aligned
-
-        norm = upstream.norm(dim=-1, keepdim=True)
-        rows = {
-            "entropy": entropy,
-            "sink": sink,
-            "expected": expected,
-            "advantage_square": advantage_square,
-            "missed": missed,
-            "alignment": alignment,
-            "score_square": score_norm.square(),
-            "spread": 0.5 * spread,
-            "over_uniform": less_sum / n,
-            "upstream_norm": norm[..., 0],
-            "residual": residual,
-            "residual_scale": b_square,
-        }
-        stacked = torch.stack([rows[name] for name in _ROWS])
-        self.rows[:, *place] = stacked if self.all_live else torch.where(live, stacked, 0.0)
-
-        # per key: [u, ‖u‖, 1]ᵀ w
-        users = torch.cat([upstream, norm, live[..., None].to(self.dtype)], -1)
-        self.moments[batch, heads, :, low:high] += torch.matmul(users.transpose(-1, -2), weights)
-        if self.usage is not None:
-            counted = live[..., None].to(self.dtype)
-            self.usage[batch, heads, low:high] += torch.matmul(attention.transpose(-1, -2), counted)[..., 0]
-        if self.reach is not None:
-            own, other = call.visibility.positions(call.query.device)
-            apart = (own[span, None] - other[None, low:high]).abs().to(self.dtype)
-            apart[:, max(0, self.keys - call.visibility.added - low) :] = 0  # a column that is no token lies nowhere
-            reach = torch.mul(attention, apart, out=buffer).sum(-1)
-            self.reach[place] = torch.where(live, reach, 0.0)
-        return edges
+        norm = torch.linalg.vector_norm(upstream, dim=-1)
+        rows, aligned = table(
+            live=live,
+            n=n,
+            mass=mass,
+            sink=sink,
+            entropy=entropy,
+            expected=expected,
+            deviation=less_mean if self.precise else reached - received,
+            missed=missed,
+            score_norm=score_norm,
+            spread=spread,
+            less_sum=less.sum(-1),
+            less_square=torch.linalg.vector_norm(less, dim=-1).square(),
+            less_mean=less_mean,
+            advantage_square=advantage_square,
+            variation=torch.linalg.vector_norm(varied, dim=-1).square(),
+            upstream_norm=norm,
+        )
+        users = torch.cat([upstream, norm[..., None], live[..., None].to(self.dtype)], -1)
+        rows = rows if self.all_live else torch.where(live, rows, 0.0)
+        return _Found(attention, weights, score_gradient, users, rows, aligned, edges)
 
     def finish(self, edges: tuple[Edges, Edges] | None) -> Vectors:
         call, device = self.call, self.call.query.device
@@ -307,7 +374,7 @@ class _Pass:
         distance = None if self.reach is None else self.reach.sum(-1)
         if distance is None:  # every key lies before its query
             own, other = call.visibility.positions(device)
-            mass = torch.where(self.usable, 1 - self.rows[_ROWS.index("sink")], 0.0)
+            mass = torch.where(self.usable, 1 - self.rows[ROWS.index("sink")], 0.0)
             distance = (mass * own.to(self.dtype)).sum(-1) - (usage * other.to(self.dtype)).sum(-1)
         first = call.visibility.first_key(call.call.sequences.key_rows, self.batch, device)
         return Vectors(
@@ -324,5 +391,5 @@ class _Pass:
             edges=edges,
             query_gradient=self.query_gradient,
             key_gradient=None if self.key_gradient is None else self.of_owners(self.key_gradient.mT),
-            **dict(zip(_ROWS, self.rows)),
+            **dict(zip(ROWS, self.rows)),
         )

@@ -133,20 +133,21 @@ class State:
         singly: bool = False,
         scale: float = 1.0,
         gradients: bool = False,
+        compiled: bool = False,
     ) -> Vectors:
         """Add one call; returns its vectors, with ∂L/∂q and ∂L/∂k if `gradients`.
 
         Args:
             edges: how many edges per head and direction to keep; tokens: whether to keep token rows.
             singly: whether to keep the sums of every sequence.
-            scale: the loss scale that u carries; it is taken out.
+            scale: the loss scale that u carries; it is taken out. compiled: see `blockwise.vectors`.
 
         Raises:
             LawViolated: when the recomputed weights do not reproduce the kernel's output.
         """
         if call.call.hidden:  # α is known, w is not: nothing that u enters can be said
             call, edges, tokens = replace(call, upstream=torch.zeros_like(call.upstream)), 0, False
-        rows = blockwise.vectors(call, edges=edges, tokens=tokens, gradients=gradients)
+        rows = blockwise.vectors(call, edges=edges, tokens=tokens, gradients=gradients, compiled=compiled)
         found = units(call)
         sums = sequence_sums(call, rows, found)
         heads = call.query.shape[1]

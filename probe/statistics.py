@@ -51,6 +51,19 @@ SUMS: dict[str, int] = {
     "residual_scale": 2,
     "hidden_queries": 0,  # rows whose kernel dropped attention weights without saying which
 }
+# those that add up one number per query row
+_OF_ROWS = (
+    "entropy",
+    "sink",
+    "advantage_square",
+    "missed",
+    "alignment",
+    "aligned",
+    "score_square",
+    "over_uniform",
+    "residual",
+    "residual_scale",
+)
 INDEX = {name: place for place, name in enumerate(SUMS)}
 DEGREE = torch.tensor(list(SUMS.values()), dtype=torch.float64)
 
@@ -79,32 +92,24 @@ def sequence_sums(call: AttentionCall, rows: Vectors, found: Units | None = None
     value_norm = value.norm(dim=-1).repeat_interleave(call.group, 1)
     turned = (norm > 0) & (value_norm > 0) & (rows.usage > 0)
     cosine = torch.where(turned, -along / torch.where(turned, norm * value_norm, 1.0), 0.0)
+    of_rows = torch.stack([getattr(rows, name).to(m.dtype) for name in _OF_ROWS]).sum(-1)
     sums = {
+        **dict(zip(_OF_ROWS, of_rows, strict=True)),
         "queries": queries,
         "hidden_queries": queries if call.call.hidden else torch.zeros_like(queries),
         "blind_queries": rows.blind,
-        "entropy": rows.entropy.sum(-1),
-        "sink": rows.sink.sum(-1),
         "first_key": rows.first_key,
         "distance": rows.distance,
-        "advantage_square": rows.advantage_square.sum(-1),
-        "missed": rows.missed.sum(-1),
-        "alignment": rows.alignment.sum(-1),
-        "aligned": rows.aligned.sum(-1),
-        "score_square": rows.score_square.sum(-1),
         "value_gradient_square": square,
         "group_gradient_square": group_square,
         "value_square": torch.where(used, value_norm, 0.0).square().sum(-1),
         "keys": used.sum(-1).expand(batch, heads),
         "usage_entropy": _entropy(rows.usage) * queries,
         "uniform_entropy": _entropy(rows.uniform) * queries,
-        "over_uniform": rows.over_uniform.sum(-1),
         "coherence_sum": norm.sum(-1),
         "coherence_bound": rows.user_norm.sum(-1),
         "cosine_sum": (cosine * rows.usage).sum(-1),
         "cosine_bound": torch.where(turned, rows.usage, 0.0).sum(-1),
-        "residual": rows.residual.sum(-1),
-        "residual_scale": rows.residual_scale.sum(-1),
     }
     return torch.stack([sums[name].to(m.dtype).expand(batch, heads) for name in SUMS], -1).cpu().double()
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.refusals import BadRequest, ClosedWatch, NoAttentionSeen, NoGradientReached
 from ..hooks.site import Site
-from . import frames, shown
+from . import frames, inductor, shown
 from .history import History
 from .readings import Readings
 from .state import State
@@ -50,6 +51,7 @@ class Watch(Readings):
         history: str | os.PathLike[str] | None = None,
         logger: Any = None,
         fused: bool = False,
+        compiled: bool = False,
         singly: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -63,7 +65,8 @@ class Watch(Readings):
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise BadRequest("scaler must be a GradScaler: an object with get_scale().")
         self.model_name = type(model).__name__
-        self.detail, self.every, self.capacity, self.fused, self.singly = detail, every, edges, fused, singly
+        self.detail, self.every, self.capacity, self.singly = detail, every, edges, singly
+        self.fused, self.compiled = fused, compiled and detail != "edges"
         self.scaler, self.tokenizer = scaler, tokenizer
         self.layers, self.selected_heads = _numbers("layers", layers), _numbers("heads", heads)
         self._lock = threading.RLock()
@@ -79,6 +82,8 @@ class Watch(Readings):
         self._weighed: float | None = None
         self._step_weights: list[float | None] = []
         self._scale: float | None = None
+        if self.compiled:
+            inductor.compiled(_computed(model), True, fused)
         self._attachment = attach(model, self, reach_all=reach_all)
 
     # -- receiver ----------------------------------------------------------------------------------------------------
@@ -118,6 +123,7 @@ class Watch(Readings):
                 singly=self.singly,
                 scale=scale * (self._weighed or 1.0),
                 gradients=gradients,
+                compiled=self.compiled,
             )
 
     def refuse(self, error: Exception) -> None:
@@ -327,6 +333,12 @@ class Watch(Readings):
             self._complain()
 
 
+def _computed(model: nn.Module) -> torch.dtype:
+    """The dtype of the pass over the heads of a model."""
+    parameter = next(model.parameters(), None)
+    return torch.float64 if parameter is not None and parameter.dtype == torch.float64 else torch.float32
+
+
 def _weight(given: Any) -> float:
     weight = float(given)
     if not 0 < weight < float("inf"):
@@ -355,6 +367,7 @@ def watch(
     history: str | os.PathLike[str] | None = None,
     logger: Any = None,
     fused: bool = False,
+    compiled: bool = False,
     singly: bool = False,
 ) -> Watch:
     """Watch every attention head of `model` until the returned `Watch` is closed.
@@ -377,11 +390,27 @@ def watch(
         fused: let one pass give the gradients of `scaled_dot_product_attention` and the statistics, instead of the kernel's
             backward and a pass of our own. Cheaper on a CPU, but the last bits of the model's gradients change; calls with
             dropout, caps, sinks, padding or a checkpoint around them keep the kernel's backward.
+        compiled: let torch.compile make the part of the pass between the products, for the CPU. That takes a C++ compiler
+            and, when first used on a machine, about 15 seconds here; afterwards the pass costs about half. Calls with
+            dropout or sinks, `detail="edges"` and other devices run as without it.
         singly: also keep the sums of every sequence, so that runs can be compared sequence by sequence; see `sequences()`.
 
     Raises:
         BadRequest: for arguments that cannot be served. BadInput: for a history of another model or of other columns.
     """
     return Watch(
-        model, layers, heads, detail, every, edges, scaler, reach_all, tokenizer, history, logger, fused, singly
+        model,
+        layers,
+        heads,
+        detail,
+        every,
+        edges,
+        scaler,
+        reach_all,
+        tokenizer,
+        history,
+        logger,
+        fused,
+        compiled,
+        singly,
     )

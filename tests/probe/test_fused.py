@@ -7,6 +7,7 @@ import plain
 import pytest
 import torch
 import zoo
+from calls import compiler
 
 import advantage_probe as ap
 from advantage_probe.hooks import fused as fused_module
@@ -44,12 +45,16 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("detail", ["heads", "edges"])
-def test_gradients_and_every_column_are_those_of_the_two_passes(family: str, detail: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"detail": "edges"}, pytest.param({"compiled": True}, marks=compiler)],
+    ids=["heads", "edges", "compiled"],
+)
+def test_gradients_and_every_column_are_those_of_the_two_passes(family: str, options: dict, monkeypatch) -> None:
     model, run = FAMILIES[family]()
-    expected, gradients, output = step(model, run, detail=detail)
+    expected, gradients, output = step(model, run, detail=options.get("detail", "heads"))
     calls = count_fused(monkeypatch)
-    found, ours, same = step(model, run, detail=detail, fused=True)
+    found, ours, same = step(model, run, fused=True, **options)
     assert calls
     assert torch.equal(output, same)
     pd.testing.assert_frame_equal(found, expected, rtol=1e-9, atol=1e-12)

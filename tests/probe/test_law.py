@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
+from calls import compiler
 from truth import NAME, recorded, reference_registered, relative
 
 from advantage_probe.hooks.call import AttentionCall, CallSite
@@ -61,12 +62,13 @@ def test_both_laws_are_what_autograd_computes(family: str) -> None:
         assert relative(call.upstream, true.output.grad) == 0.0
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiler)], ids=["passes", "compiled"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_block_pass_equals_the_law_in_every_number(family: str) -> None:
+def test_the_block_pass_equals_the_law_in_every_number(family: str, compiled: bool) -> None:
     for call, _ in run(family, None):
         expected = vectors(call)
         for entries in (1, 40, 1 << 19):
-            found = blockwise.vectors(call, entries=entries)
+            found = blockwise.vectors(call, compiled=compiled, entries=entries)
             assert torch.equal(found.counted, expected.counted)
             assert torch.equal(found.aligned, expected.aligned)
             assert torch.equal(found.blind, expected.blind)

@@ -8,27 +8,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from calls import CASES, call_of, compared
 
-from advantage_probe.hooks.call import AttentionCall, CallSite
-from advantage_probe.hooks.forward import Sequences
-from advantage_probe.hooks.site import Site
-from advantage_probe.hooks.visibility import Structure, Visibility
+from advantage_probe.hooks.visibility import Structure
 from advantage_probe.probe import blockwise, registers
-from advantage_probe.probe.law import law
 
 pytest.importorskip("triton")
-CASES = {
-    "causal": (Structure(causal=True), 70, 70, 1),
-    "grouped": (Structure(causal=True), 33, 33, 2),
-    "window": (Structure(causal=True, window=9), 70, 70, 2),
-    "two-sided": (Structure(), 40, 40, 1),
-    "behind a cache": (Structure(causal=True, offset=37), 30, 67, 1),
-    "cross": (Structure(), 20, 50, 2),
-}
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,53 +49,6 @@ def kernels():
     from advantage_probe.probe import kernels
 
     return kernels
-
-
-def call_of(case: str, dtype: torch.dtype = torch.float32, padded: bool = False, width: int = 24) -> AttentionCall:
-    """A call with its true output, from plain tensors; values are narrower than keys."""
-    structure, queries, keys, group = CASES[case]
-    generator = torch.Generator().manual_seed(len(case))
-    batch, heads = 2, 4
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    sequences = Sequences(tuple(range(batch)))
-    kind = "cross" if case == "cross" else "decoder_self"
-    site = CallSite(Site("attention", 0, "", kind), 0, 1, 0.6, None, 0.0, "sdpa", sequences)
-    rows = None
-    if padded:
-        rows = torch.ones(batch, queries, dtype=torch.bool)
-        rows[0, -5:] = False
-    call = AttentionCall(
-        site,
-        0,
-        draw(batch, queries, heads, width).transpose(1, 2),  # as models have them: not contiguous
-        draw(batch, heads // group, keys, width),
-        draw(batch, heads // group, keys, 18),
-        draw(batch, heads, queries, 18),
-        draw(batch, heads, queries, 18),
-        Visibility(structure, queries, keys, rows=rows, paired=case != "cross"),
-    )
-    weights = law(call, torch.float64).weights
-    value = call.value.double().repeat_interleave(group, 1)
-    return replace(call, output=torch.einsum("bhqs,bhsv->bhqv", weights, value).to(dtype))
-
-
-def compared(found, expected, limit: float) -> None:
-    assert torch.equal(found.counted, expected.counted)
-    assert torch.equal(found.aligned, expected.aligned)
-    assert torch.equal(found.blind.expand_as(expected.blind), expected.blind)
-    left = {"counted", "aligned", "blind", "edges", "query_gradient", "key_gradient", "residual"}
-    for name in (entry.name for entry in fields(found) if entry.name not in left):
-        true, got = getattr(expected, name), getattr(found, name)
-        if true is None:  # the block pass takes distances from usage where it can
-            assert name == "reach"
-            continue
-        scale = max(float(true.abs().max()), 1e-30)
-        assert float((got.expand(true.shape) - true).abs().max()) <= limit * scale, name
-    # rounding squared: small beside what it is measured against, in both
-    assert float((found.residual.sum() / found.residual_scale.sum()).sqrt()) <= limit
 
 
 @inside

@@ -1,0 +1,168 @@
+"""`sweep.py`, compiled by torch's inductor for the CPU, once per machine.
+
+Between the products, the block pass goes a dozen times over buffers that the cache holds only in part. Compiled, a row
+stays in the cache until everything that it has is known. Sizes are symbols, so one compilation serves all models; it is
+kept in the user's cache folder and found there by later processes.
+
+Shapes: n heads of batch rows, r query rows, s keys, V value width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import platform
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock  # torch depends on it
+from torch import Tensor, nn
+
+from ..hooks.refusals import BadRequest
+from ..hooks.visibility import Structure
+from . import rows, sweep, vectors
+
+# the number of threads is torch's at the time of the call; nothing is written between the sweeps to be read again
+_SETTINGS = {
+    "cpp.dynamic_threads": True,
+    "realize_reads_threshold": 1000,
+    "realize_opcount_threshold": 10000,
+    "realize_acc_reads_threshold": 1000,
+}
+
+
+class _Sweep(nn.Module):
+    """What torch.export wants: `sweep.sweep` as a module that always returns tensors."""
+
+    def __init__(self, gradient: bool) -> None:
+        super().__init__()
+        self.gradient = gradient
+
+    def forward(
+        self,
+        score: Tensor,
+        compatibility: Tensor,
+        shown: Tensor,
+        upstream: Tensor,
+        output: Tensor,
+        live: Tensor,
+        n: Tensor,
+    ) -> tuple[Tensor, ...]:
+        found = sweep.sweep(score, compatibility, shown, upstream, output, live, n, self.gradient)
+        return tuple(part for part in found if part is not None)
+
+
+@cache
+def compiled(dtype: torch.dtype, shared: bool, gradient: bool) -> Callable[..., list[Tensor]]:
+    """`sweep.sweep` without the parts that are None; its arguments have to be contiguous.
+
+    Args:
+        dtype: of everything but `live`. shared: `shown` is (r,s), the same for every head. gradient: also D.
+
+    Raises:
+        BadRequest: where torch cannot compile, mostly for want of a C++ compiler.
+    """
+    path = cache_folder() / f"sweep-{_digest(str((dtype, shared, gradient)))}.pt2"
+    if not path.exists():
+        if sys.stderr.isatty():
+            print("advantage_probe: compiling the pass for this machine, once.", file=sys.stderr, flush=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock")):  # torch's own files are in the way of one another
+                if not path.exists():
+                    _compile(path, dtype, shared, gradient)
+        except Exception as error:
+            raise BadRequest(
+                "compiled=True needs a C++ compiler that torch can call, such as g++, and a writable cache folder "
+                "(XDG_CACHE_HOME); see to both, or leave compiled out."
+            ) from error
+    loaded: Any = torch._inductor.aoti_load_package(str(path))
+    return loaded
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: XDG_CACHE_HOME, else ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "advantage-probe"
+
+
+def _digest(variant: str) -> str:
+    """What the compiled code depends on."""
+    sources = "".join(inspect.getsource(module) for module in (sweep, rows, vectors))
+    machine = (
+        torch.__version__,
+        sorted(_SETTINGS.items()),
+        platform.platform(),
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+    )
+    return hashlib.sha256(repr((variant, machine, sources)).encode()).hexdigest()[:16]
+
+
+def _compile(path: Path, dtype: torch.dtype, shared: bool, gradient: bool) -> None:
+    n, r, s, width = 4, 128, 1000, 96  # an example; every size is a symbol
+    axes = {name: torch.export.Dim(name, min=1) for name in ("n", "r", "s", "width")}
+    by_entry = {0: axes["n"], 1: axes["r"], 2: axes["s"]}
+    by_row, across = {0: axes["n"], 1: axes["r"]}, {0: axes["n"], 1: axes["r"], 2: axes["width"]}
+    shown = torch.ones(r, s, dtype=dtype) if shared else torch.ones(n, r, s, dtype=dtype)
+    example = (
+        torch.zeros(n, r, s, dtype=dtype),
+        torch.zeros(n, r, s, dtype=dtype),
+        shown,
+        torch.zeros(n, r, width, dtype=dtype),
+        torch.zeros(n, r, width, dtype=dtype),
+        torch.ones(n, r, dtype=torch.bool),
+        torch.ones(n, r, dtype=dtype),
+    )
+    shapes = (by_entry, by_entry, {0: axes["r"], 1: axes["s"]} if shared else by_entry, across, across, by_row, by_row)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        warnings.simplefilter("ignore")
+        program = torch.export.export(_Sweep(gradient), example, dynamic_shapes=shapes)
+        made = torch._inductor.aoti_compile_and_package(
+            program, package_path=f"{folder}/sweep.pt2", inductor_configs=dict(_SETTINGS)
+        )
+        os.replace(made, path)
+
+
+@lru_cache(maxsize=2)
+def strip(structure: Structure, rows: int, queries: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """What `rows` queries see, as 1 and 0, by the place of a key relative to the first of them; and the column of place 0.
+
+    Who sees whom depends on that place alone, so that every block of a call looks through a window of one strip.
+    """
+    zero = queries + abs(structure.offset)
+    place = torch.arange(-zero, keys + abs(structure.offset) + 1)
+    row = torch.arange(rows)[:, None]
+    seen = torch.ones(rows, len(place), dtype=torch.bool)
+    if structure.causal:
+        seen &= place <= row
+    if structure.window is not None:
+        seen &= place > row - structure.window
+    return seen.to(dtype), zero
+
+
+def window(
+    structure: Structure, start: int, rows: int, columns: int, queries: int, keys: int, dtype: torch.dtype
+) -> Tensor:
+    """(rows, columns): 1 where the queries of a block see its keys, 0 elsewhere; `start` is the place of its first query
+    relative to its first key.
+    """
+    cut = _short if columns <= 1024 else _window
+    return cut(structure, start, rows, columns, queries, keys, dtype)
+
+
+def _window(
+    structure: Structure, start: int, rows: int, columns: int, queries: int, keys: int, dtype: torch.dtype
+) -> Tensor:
+    whole, zero = strip(structure, rows, queries, keys, dtype)
+    return whole[:, zero - start : zero - start + columns].contiguous()
+
+
+# all heads of all layers look through the same few, one after the other; long ones would fill the memory
+_short = lru_cache(maxsize=16)(_window)

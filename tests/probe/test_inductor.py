@@ -1,0 +1,107 @@
+"""The compiled part of the block pass gives its numbers for the calls that it takes, and leaves the others alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import zoo
+from calls import CASES, call_of, compared, compiler
+
+import advantage_probe as ap
+from advantage_probe.hooks.visibility import Structure
+from advantage_probe.probe import blockwise, inductor
+
+pytestmark = compiler
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_is_that_of_the_passes(case: str, padded: bool) -> None:
+    call = call_of(case, torch.float64, padded=padded)
+    for entries in (1 << 19, 500):
+        compared(blockwise.vectors(call, compiled=True, entries=entries), blockwise.vectors(call), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precisions_are_summed_in_float32(dtype: torch.dtype) -> None:
+    call = call_of("grouped", dtype)
+    found = blockwise.vectors(call, compiled=True)
+    assert found.entropy.dtype == torch.float32
+    compared(found, blockwise.vectors(call), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("shape", ["(B,1,Q,S)", "(1,1,Q,S)", "(B,H,Q,S)"])
+def test_masks_of_every_shape_are_read(shape: str) -> None:
+    call = call_of("two-sided", torch.float64)
+    batch, heads, queries, _ = call.query.shape
+    size = {"(B,1,Q,S)": (batch, 1), "(1,1,Q,S)": (1, 1), "(B,H,Q,S)": (batch, heads)}[shape]
+    mask = torch.rand(*size, queries, queries, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask |= torch.eye(queries, dtype=torch.bool)
+    call = call_of("two-sided", torch.float64, mask=mask)
+    compared(blockwise.vectors(call, compiled=True, entries=3000), blockwise.vectors(call), 1e-12)
+
+
+def test_a_mask_that_is_off_by_one_would_be_seen() -> None:
+    call = call_of("window", torch.float64)
+    wider = replace(call, visibility=replace(call.visibility, structure=Structure(causal=True, window=10)))
+    with pytest.raises(AssertionError):
+        compared(blockwise.vectors(wider, compiled=True), blockwise.vectors(call), 1e-12)
+
+
+def heads(model, batch, **options) -> pd.DataFrame:
+    with ap.watch(model, **options) as watch:
+        model(**batch).logits.square().mean().backward()
+        watch.step(loss_weight=0.5)
+    return watch.heads(intervals=True)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "bert"])
+def test_a_watch_says_the_same_of_every_family(family: str) -> None:
+    model, batch = getattr(zoo, family)().double(), zoo.batch(family, length=20)
+    expected = heads(model, batch)
+    pd.testing.assert_frame_equal(heads(model, batch, compiled=True), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
+def test_dropped_weights_and_sinks_are_left_to_the_passes(family: str) -> None:
+    model = zoo.gpt2(attn_pdrop=0.2).train() if family == "gpt2" else zoo.gpt_oss()
+    batch, tables = zoo.batch(family, length=20), []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        tables.append(heads(model, batch, compiled=compiled))
+    pd.testing.assert_frame_equal(*tables)
+
+
+def test_a_machine_that_cannot_compile_is_told_before_any_work(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    inductor.compiled.cache_clear()
+    model = zoo.gpt2()
+    try:
+        missing = torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)})
+        with missing, pytest.raises(ap.BadRequest, match="compiled=True needs a C\\+\\+ compiler"):
+            ap.watch(model, compiled=True)
+    finally:
+        inductor.compiled.cache_clear()
+    with ap.watch(model) as watch:  # nothing was left attached
+        model(**zoo.batch("gpt2")).logits.sum().backward()
+        watch.step()
+    assert not list(tmp_path.rglob("*.pt2"))
+
+
+def test_what_was_compiled_is_kept_for_later_processes(monkeypatch, tmp_path) -> None:
+    made: list[Path] = []
+    (tmp_path / "advantage-probe").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(inductor, "_compile", lambda path, *_: (made.append(path), path.touch()))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: path)
+    inductor.compiled.cache_clear()
+    first = inductor.compiled(torch.float32, True, False)
+    inductor.compiled.cache_clear()  # as another process
+    assert inductor.compiled(torch.float32, True, False) == first == str(made[0])
+    assert len(made) == 1
+    assert inductor.compiled(torch.float64, True, False) != first
+    inductor.compiled.cache_clear()
