@@ -178,7 +178,8 @@ def writes(found: Resampled | None, edges: pd.DataFrame, vocabulary: pd.DataFram
 
 
 def _quoted(token: Any) -> str:
-    return "a token without text" if token is None or token is pd.NA or pd.isna(token) else f"“{token}”"
+    """A token in quotation marks, isolated: one that turns the direction of writing turns nothing but itself."""
+    return "a token without text" if token is None or token is pd.NA or pd.isna(token) else f"“\u2068{token}\u2069”"
 
 
 def sentences(

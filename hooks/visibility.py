@@ -289,9 +289,7 @@ def _by_order(structure: Structure, counted: Tensor, keys: int) -> tuple[Tensor,
 
 
 @lru_cache(maxsize=4)
-def _unmasked(
-    structure: Structure, batch: int, queries: int, keys: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _unmasked(structure: Structure, batch: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """`_by_order` where every row counts, once for all layers; not to be written to."""
     return _by_order(structure, _everyone(batch, queries, device), keys)
 

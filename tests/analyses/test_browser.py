@@ -373,6 +373,20 @@ def test_nothing_is_blank_and_nothing_sticks_out_in_any_theme_or_width(browser, 
 
 
 @needs_browser
+def test_a_token_that_turns_the_direction_of_writing_turns_nothing_else(page) -> None:
+    further = page.evaluate(
+        """() => {
+            const all = [...document.querySelectorAll("#routed .token")];
+            const token = all.find((node) => node.textContent.includes("\\u202e"));
+            const after = document.createRange();
+            after.selectNodeContents(token.nextSibling);
+            return after.getBoundingClientRect().left - token.getBoundingClientRect().left;
+        }"""
+    )
+    assert further > 0
+
+
+@needs_browser
 def test_it_prints_without_its_controls(page) -> None:
     page.emulate_media(media="print")
     assert not page.locator("#filter").is_visible()

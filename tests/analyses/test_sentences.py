@@ -112,3 +112,9 @@ def test_numbers_that_were_not_checked_are_not_called_right() -> None:
     text = said.believed({}, heads("no gradient", "no gradient", residual=float("nan")))
     assert "nan" not in text
     assert "no number here is checked; none of the heads is without remark, 2 received no gradient" in text
+
+
+def test_quoted_tokens_are_isolated_from_the_sentence() -> None:
+    rows = edges("L0H0").assign(query_token="\u202eab", key_token=pd.NA)
+    text = said.writes(resampled(table(heads=1, layers=1)), rows, None)
+    assert "from “\u2068\u202eab\u2069” (position 1) to a token without text (position 0)" in text

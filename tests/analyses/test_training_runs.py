@@ -92,7 +92,7 @@ def test_a_watch_that_kept_sequences_and_pairs_has_them_on_its_page(tmp_path: Pa
     assert "every attention module was captured." in found[1]
     assert "16 sequences" in found[2]
     assert "times as much as a unit change of its scores (" in found[3]
-    assert re.search(r"attention from “w\d+”", found[4])
+    assert re.search(r"attention from “\u2068w\d+\u2069”", found[4])
     assert len(data["edges"]) == 8
     heads = watch.heads().set_index("label")["routing_pressure"]
     shown = dict(zip(data["heads"]["label"], data["heads"]["routing_pressure"], strict=True))
