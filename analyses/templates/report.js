@@ -135,7 +135,7 @@ function drawEdges() {
     const body = element("tbody");
     for (const edge of (data.edges[chosen] || {})[direction] || []) {
       const row = element("tr");
-      for (const side of [0, 1]) { const cell = element("td", undefined, "text"); cell.append(element("span", spelled(edge[side]), "token"), element("span", " " + edge[side + 2], "soft")); row.append(cell); }
+      for (const side of [0, 1]) { const cell = element("td", undefined, "text"); const word = element("span", spelled(edge[side]), "token"); word.title = word.textContent; cell.append(word, element("span", " " + edge[side + 2], "soft")); row.append(cell); }
       for (const value of edge.slice(4)) row.append(element("td", format(value)));
       body.append(row);
     }
