@@ -25,6 +25,7 @@ _WHERE = {
     "TrainerHook": ".hooks.training",
     "LightningHook": ".hooks.training_lightning",
     "verify": ".probe.verify",
+    "write_report": ".analyses.report",
     "law": ".probe.law",
     "expose": ".hooks.handwritten",
     "State": ".probe.state",
@@ -41,6 +42,7 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
+    from .analyses.report import write_report
     from .hooks.handwritten import expose
     from .hooks.refusals import (
         BadInput,
@@ -84,6 +86,7 @@ __all__ = [
     "law",
     "verify",
     "watch",
+    "write_report",
 ]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.site import Site
-from ..probe.frames import label
+from ..probe.naming import label
 from ..probe.state import Key
 from .analyze import Progress, Run, collect, cross_entropy
 from .corpus import Batch

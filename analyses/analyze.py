@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from .. import __version__
 from ..hooks.refusals import BadInput, NoGradientReached
 from ..probe import shown
+from ..probe.frames import CAPTURED
 from ..probe.watch import Watch, watch
 from .attribution import attributed
 from .corpus import Batch, Window, batches, context_of, encode, start_token, windows
 from .extras import extras
-from .maps import Maps, maps
+from .maps import Maps, Place, maps
 from .objective import NEXT_TOKEN, Objective
 from .stored import FORMAT
 
@@ -205,13 +206,14 @@ def collect(
             if progress is not None:
                 progress(done, windows, f"loss {total / targets:.3f} {asked.unit.split()[0]}")
     heads = seen.heads(intervals=True)
-    strongest = heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(FINE_HEADS).tolist()
     if (heads["status"].astype(str).str.startswith("no gradient")).all():
         raise NoGradientReached("No gradient reached any head; the loss does not depend on attention.")
     ranked = heads.assign(layer=heads["layer"].fillna(-1)).sort_values("routing_pressure", ascending=False)
     first = ranked.drop_duplicates("layer").head(MANIFOLDS)
     shown_first = dict(zip(first["label"].astype(str), first["kv_head"].astype(int), strict=True))
-    more, missing = extras(model, groups, shown_first, tokenizer, asked.summed, entropy)
+    strongest = [(str(row.module), int(row.use), int(row.head)) for row in ranked.head(FINE_HEADS).itertuples()]
+    layers = [int(layer) for layer in first["layer"].head(1) if layer >= 0]
+    more, missing = extras(model, groups, shown_first, layers, tokenizer, asked.summed, entropy)
     order = list(seen.state().sequences)
     pairs, more["agreement"] = attributed(
         model, groups, seen.edges(edges), order, lambda why: missing.update(direct_logit=why)
@@ -223,7 +225,7 @@ def collect(
         seen.updates(),
         seen.sequences(),
         {
-            **_record(model, seen, name),
+            **recorded(seen, name),
             "windows": windows,
             "tokens": tokens,
             "targets": targets,
@@ -242,7 +244,7 @@ def collect(
 
 
 def _mapped(
-    model: nn.Module, group: tuple[Batch, Tensor | None], strongest: list[str], asked: Objective, device: torch.device
+    model: nn.Module, group: tuple[Batch, Tensor | None], strongest: list[Place], asked: Objective, device: torch.device
 ) -> Maps:
     """Maps of the first window: every head pooled, the strongest ones finer."""
     batch, against = group
@@ -257,18 +259,24 @@ def _mapped(
     )
 
 
-def _record(model: nn.Module, seen: Watch, name: str) -> dict[str, Any]:
+def recorded(seen: Watch, name: str | None = None) -> dict[str, Any]:
+    """What a run on record says of the model that was watched, of the libraries, and of what was not captured."""
+    model = seen.model
     libraries = ("torch", "transformers", "pandas", "numpy")
     config: Any = getattr(model, "config", None)
+    first = next(model.parameters(), None)
+    modules = seen.modules()
+    missed = modules[modules["status"] != CAPTURED]
     return {
         "format": FORMAT,
         "advantage_probe": __version__,
         "versions": {"python": platform.python_version()} | {library: version(library) for library in libraries},
-        "model": name,
+        "model": name if name is not None else seen.model_name,
         "architecture": type(model).__name__,
         "attention_implementation": getattr(config, "_attn_implementation", None),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": str(next(model.parameters()).device),
+        "dtype": None if first is None else str(first.dtype).removeprefix("torch."),
+        "device": None if first is None else str(first.device),
         "threads": torch.get_num_threads(),
         "loss_weight": seen.loss_weight,
+        "not_captured": dict(missed[["module", "status"]].astype(str).values.tolist()),
     }

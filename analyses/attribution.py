@@ -3,14 +3,16 @@
 A head's value v_j moves the logit of the target at query i along the direct path α_ij v_j·W_O·g_i, with g_i = ∂(logit of
 the target − mean logit)/∂(residual stream) taken exactly at the stream of position i, through the final norm. What later
 layers make of it is not in it; the advantage has that, through u. α·b (gradient × attention) is in the edges table already.
+Where a norm lies between the heads and the stream (Gemma 2 and 3, OLMo 2), its scale is frozen at what it was: then the
+heads, and the bias of W_O, add up to what the block wrote. Logits are those before a final cap or scale.
 
 Shapes: B batch, T tokens, K key/value heads, V value width, M width of the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,40 +24,36 @@ from ..hooks.attach import attach
 from ..hooks.call import AttentionCall
 from ..hooks.forward import digest
 from ..hooks.looking import Looking
-from ..hooks.projections import Unembedding, output_maps, unembedding
+from ..hooks.projections import output_maps, unembedding
 from ..hooks.refusals import UnsupportedFamily
-from ..probe.frames import label
-from ..probe.state import Key
 from .corpus import Batch
+from .frozen_norm import frozen
 
 FEWEST = 8  # pairs of a head, below which no rank correlation is taken
 RIVALS = ("alpha_b", "direct_logit", "attention")
+STREAM = ""  # the place where the stream is read: before the final norm, or before the unembedding
 
 
 class _Values(Looking):
-    """Keeps the values of every call of one forward: label → (value (K,T,V) of every row, owner, module, head)."""
+    """Keeps the values (B,K,T,V) of every call of one forward by module and use, with the size of its groups."""
 
     def __init__(self) -> None:
-        self.found: dict[str, tuple[Tensor, int, str, int]] = {}
+        self.found: dict[tuple[str, int], tuple[Tensor, int]] = {}
 
     def output(self, call: AttentionCall) -> Tensor:
-        key = Key(call.call.site, call.call.use)
-        for head in range(call.query.shape[1]):
-            name = label(key, head)
-            self.found[name] = (call.value.detach(), head // call.group, call.call.site.module, head)
+        self.found[call.call.site.module, call.call.use] = call.value.detach(), call.group
         return call.output
 
 
 @contextmanager
-def _stream(model: nn.Module, last: Unembedding, kept: list[Tensor]) -> Iterator[None]:
-    """Keeps what the final norm is given, or what the unembedding is given where there is none."""
-    modules = dict(model.named_modules())
-    place = modules[last.norm] if last.norm is not None else model.get_output_embeddings()  # type: ignore[operator]
-    handle = place.register_forward_pre_hook(lambda _, given: kept.append(given[0].detach()))
-    try:
-        yield
-    finally:
-        handle.remove()
+def _inputs(places: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
+    """Keeps what modules are given at each of their calls, by name."""
+    kept: dict[str, list[Tensor]] = {name: [] for name in places}
+    with ExitStack() as stack:
+        for name, module in places.items():
+            hook = module.register_forward_pre_hook(lambda _, given, own=kept[name]: own.append(given[0].detach()))
+            stack.callback(hook.remove)
+        yield kept
 
 
 def directions(norm: nn.Module | None, stream: Tensor, words: Tensor) -> Tensor:
@@ -78,15 +76,15 @@ def direct_logit(
         sequences: identities, in the order in which the edges number them.
 
     Raises:
-        UnsupportedFamily: where W_O or the unembedding cannot be found, or a norm lies between a head and the stream.
+        UnsupportedFamily: where W_O or the unembedding cannot be found, or what lies between a head and the stream has no
+            scale to freeze.
     """
     last = unembedding(model)
     maps = {entry.site.module: entry for entry in output_maps(model)}
-    if any(entry.norm is not None for entry in maps.values()):
-        raise UnsupportedFamily(
-            "Direct logit attribution needs head outputs that are added to the stream; this model norms them first."
-        )
-    norm = dict(model.named_modules())[last.norm] if last.norm is not None else None
+    modules = dict(model.named_modules())
+    norm = modules[last.norm] if last.norm is not None else None
+    places = {entry.norm: modules[entry.norm] for entry in maps.values() if entry.norm is not None}
+    places[STREAM] = norm if norm is not None else model.get_output_embeddings()  # type: ignore[operator]
     words = last.weight.detach().float()
     mean = words.mean(0)
     number = {identity: place for place, identity in enumerate(sequences)}
@@ -95,10 +93,9 @@ def direct_logit(
     device = next(model.parameters()).device
     for batch, rivals in groups:
         reader = _Values()
-        kept: list[Tensor] = []
         attachment = attach(model, reader)
         try:
-            with torch.no_grad(), _stream(model, last, kept):
+            with torch.no_grad(), _inputs(places) as kept:
                 model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device), use_cache=False)
         finally:
             attachment.close()
@@ -116,17 +113,20 @@ def direct_logit(
                 against = rivals[row][queries]
                 other = words[against.clamp(min=0).to(words.device)]
                 wanted = torch.where((against >= 0)[:, None].to(words.device), wanted + mean - other, wanted)
-            g = directions(norm, kept[-1][row][queries.to(device)].float(), wanted)
+            g = directions(norm, kept[STREAM][-1][row][queries.to(device)].float(), wanted)
             keys = torch.tensor(pairs["key_position"].to_numpy(dtype=np.int64))
             alpha = torch.tensor(pairs["attention"].to_numpy(dtype=np.float64))
             values = np.full(len(pairs), np.nan)
-            names = pairs["label"].astype(str).to_numpy()
-            for name in dict.fromkeys(names):
-                value, owner, module, head = reader.found[name]
-                own = torch.tensor(names == name)
-                v = value[row, owner][keys[own].to(device)].float()
-                way = maps[module].weight[head].detach().float().to(v.device)  # (V,M)
-                values[own.numpy()] = ((v @ way) * g[own.to(g.device)]).sum(-1).double().cpu() * alpha[own]
+            for (module, use, head), there in pairs.groupby(["module", "use", "head"], observed=True, sort=False):
+                value, group = reader.found[str(module), int(use)]
+                own = torch.tensor(pairs.index.isin(there.index))
+                v = value[row, int(head) // group][keys[own].to(device)].float()
+                entry, towards = maps[str(module)], g[own.to(g.device)]
+                if entry.norm is not None:
+                    given = kept[entry.norm][int(use)][row][queries[own].to(device)]
+                    towards = frozen(modules[entry.norm], entry.norm, given).pull(towards)
+                way = entry.weight[int(head)].detach().float().to(v.device)  # (V,M)
+                values[own.numpy()] = ((v @ way) * towards).sum(-1).double().cpu() * alpha[own]
             found[pairs.index] = np.where(asked.numpy(), values, np.nan)
     return found
 

@@ -29,6 +29,7 @@ def extras(
     model: nn.Module,
     groups: Sequence[tuple[Batch, Tensor | None]],
     labels: Mapping[str, int],
+    layers: Sequence[int],
     tokenizer: Any,
     summed: Asked,
     entropy: Array | None = None,
@@ -38,7 +39,7 @@ def extras(
 
     Args:
         groups: batches with what their targets are held against. labels: heads that the page shows first, and the
-            key/value head that each reads.
+            key/value head that each reads. layers: those whose heads are read in the vocabulary.
         summed: the loss of (logits, targets, rivals), summed over targets.
         entropy (n,L): exact posterior entropy in bits, NaN where nothing is asked; None: the model's own.
     """
@@ -46,7 +47,7 @@ def extras(
     reasons: dict[str, str] = {}
     jobs: dict[str, Callable[[], pd.DataFrame]] = {
         "manifold": lambda: points(model, [batch for batch, _ in groups], labels, tokenizer, entropy),
-        "vocabulary": lambda: words(model, groups, list(labels)[:1], tokenizer, summed),
+        "vocabulary": lambda: words(model, groups, layers, tokenizer, summed),
     }
     for place, (name, job) in enumerate(jobs.items()):
         if progress is not None:
@@ -121,16 +122,15 @@ def _owner(label: str, kv_head: int, known: dict[str, Array]) -> str | None:
 def words(
     model: nn.Module,
     groups: Sequence[tuple[Batch, Tensor | None]],
-    labels: Sequence[str],
+    layers: Sequence[int],
     tokenizer: Any,
     summed: Asked,
 ) -> pd.DataFrame:
-    """What the values of the chosen heads' layers are pushed to promote and to suppress.
+    """What the values of the chosen layers' heads are pushed to promote and to suppress.
 
     Columns: label, direction ("promoted", "suppressed"), rank, token, strength (logit per unit step), random_edge (95 %
     point of random directions of the same norm), p.
     """
-    layers = sorted({int(label.rsplit("L", 1)[1].split("H")[0]) for label in labels if "L?" not in label})
     if not layers:
         return pd.DataFrame()
     device = next(model.parameters()).device

@@ -9,7 +9,7 @@ Shapes: Q query tokens, S key tokens, P cells of a pooled side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,12 +22,13 @@ from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.refusals import BadInput
 from ..hooks.site import Site
-from ..probe.frames import label
 from ..probe.law import law
+from ..probe.naming import label, shared_modules
 from ..probe.state import Key
 
 POOLED, FINE = 64, 256  # cells of a side at most
 Grid = NDArray[np.float32]
+Place = tuple[str, int, int]  # module, use and head: what a head is known by in every table
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +109,12 @@ def pool(values: Tensor, cells: int) -> Grid:
 
 
 class _Mapper:
-    """A receiver that maps the first row of every call."""
+    """A receiver that maps the first row of every call, of the heads (module, use, head) `fine` in finer cells as well."""
 
-    def __init__(self, fine: Iterable[str]) -> None:
-        self.wanted = set(fine)
-        self.pooled: dict[str, HeadMap] = {}
-        self.fine: dict[str, HeadMap] = {}
+    def __init__(self, fine: Collection[Place]) -> None:
+        self.wanted = fine
+        self.pooled: dict[tuple[Key, int], HeadMap] = {}
+        self.fine: dict[tuple[Key, int], HeadMap] = {}
         self.error: Exception | None = None
 
     def wants(self, site: Site) -> Needs:
@@ -132,13 +133,12 @@ class _Mapper:
         counted = call.visibility.counted(call.query.shape[0], call.query.device)[0]
         for head in range(call.query.shape[1]):
             terms = law(_single(call, head))
-            name = label(key, head)
             real = counted[:, None].to(terms.attention.dtype)
             grids = terms.attention[0, 0] * real, terms.score_gradient[0, 0] * real
             length = grids[0].shape[0], grids[0].shape[1]
-            self.pooled[name] = HeadMap(pool(grids[0], POOLED), pool(grids[1], POOLED), length)
-            if name in self.wanted:
-                self.fine[name] = HeadMap(pool(grids[0], FINE), pool(grids[1], FINE), length)
+            self.pooled[key, head] = HeadMap(pool(grids[0], POOLED), pool(grids[1], POOLED), length)
+            if (key.site.module, key.use, head) in self.wanted:
+                self.fine[key, head] = HeadMap(pool(grids[0], FINE), pool(grids[1], FINE), length)
 
 
 def _single(call: AttentionCall, head: int) -> AttentionCall:
@@ -170,12 +170,12 @@ def _single(call: AttentionCall, head: int) -> AttentionCall:
     )
 
 
-def maps(model: nn.Module, run: Callable[[], Tensor], tokens: Iterable[int], fine: Iterable[str] = ()) -> Maps:
+def maps(model: nn.Module, run: Callable[[], Tensor], tokens: Iterable[int], fine: Collection[Place] = ()) -> Maps:
     """Map every head of `model` over the first row of one backward.
 
     Args:
         run: runs the model and returns the loss, summed over targets, so that D is per summed loss as in the tables.
-        fine: labels of the heads to map in finer cells as well.
+        fine: the heads to map in finer cells as well.
 
     Raises:
         Whatever the hooks could not read.
@@ -190,4 +190,8 @@ def maps(model: nn.Module, run: Callable[[], Tensor], tokens: Iterable[int], fin
         attachment.close()
     if mapper.error is not None:
         raise mapper.error
-    return Maps(mapper.pooled, mapper.fine, tuple(tokens))
+    shared = shared_modules(key for key, _ in mapper.pooled)
+    pooled, finer = (
+        {label(key, head, shared): one for (key, head), one in part.items()} for part in (mapper.pooled, mapper.fine)
+    )
+    return Maps(pooled, finer, tuple(tokens))

@@ -1,52 +1,33 @@
-"""What the page draws, packed so that 144 heads over 2,048 tokens stay under five megabytes.
+"""What the page draws, packed so that it stays under five megabytes.
 
 Maps and edges are small integers, compressed and written as text: the page inflates them when a head is chosen. A map's
 cells have 8 bits on a square-root scale of the head's largest value, an edge's attention and score gradient likewise; the
-files beside the page hold what was measured.
+files beside the page hold what was measured. Every head has its line in the table and its cell in the picture; maps, pairs
+and words are added head by head, strongest first, until the page is full.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from .courses import curve_lines, history_lines
 from .export import jsonable
 from .maps import HeadMap, Maps
+from .shown_columns import SHOWN, short
 
 EDGES = 2_000  # per head, over both directions
 LISTED = 12  # edges per direction that are shown with their tokens
 POINTS = 4_000  # of a manifold
-DRAWN = 1_000  # heads with maps and pairs; of the others the page has the table and the layer × head picture
+MANY = 1_000  # heads: of more, numbers have four digits, which is still one more than the page shows
 
-# column → (unit, drawn on a scale that is symmetric around zero, what it says)
-SHOWN: dict[str, tuple[str, bool, str]] = {
-    "routing_pressure": ("loss", False, "√Σ (∂L/∂s)²: how hard the loss pulls on where the head looks"),
-    "content_relative": ("loss", False, "‖αᵀU‖ · rms‖v‖: how hard the loss pulls on what the head moves, gauge-free"),
-    "alignment": (
-        "",
-        True,
-        "correlation of attention with advantage: positive where it attends to what lowers the loss",
-    ),
-    "edge_over_uniform": ("loss", True, "how much better its routing is than even attention, to first order"),
-    "coherence": ("", False, "1: all users of a key push it the same way; 0: they cancel"),
-    "update_cosine": ("", True, "cosine of the value update with the value: growth or shrinking"),
-    "attention_entropy": ("nats", False, "entropy of attention, mean over queries"),
-    "effective_keys": ("keys", False, "exp of the entropy: how many keys a query looks at"),
-    "mean_distance": ("tokens", False, "how far back the head looks"),
-    "first_key_share": ("", False, "attention on the first token"),
-    "law_residual": ("", False, "do recomputed weights reproduce the kernel's own output"),
-}
 WITH_INTERVAL = ("routing_pressure", "content_relative", "alignment")
-
-
-def short(value: Any) -> float | None:
-    """Six significant digits: more than the page shows, few enough to keep it small."""
-    return None if pd.isna(value) else float(f"{value:.6g}")
 
 
 def packed(*parts: np.ndarray) -> str:
@@ -78,76 +59,71 @@ def map_data(one: HeadMap) -> dict[str, Any]:
     }
 
 
-def all_maps(maps: Maps) -> dict[str, Any]:
-    """Maps by label, the finer one where there is one; and which are fine. A file keeps no order, so it is made here."""
-    chosen: Mapping[str, HeadMap] = {**maps.pooled, **maps.fine}
-    return {"heads": {name: map_data(chosen[name]) for name in sorted(chosen)}, "fine": sorted(maps.fine)}
-
-
-def edge_lists(edges: pd.DataFrame) -> dict[str, dict[str, list[Any]]]:
-    """The strongest pairs of every head and direction, with their tokens."""
-    found: dict[str, dict[str, list[Any]]] = {}
+def edge_lists(rows: pd.DataFrame) -> dict[str, list[Any]]:
+    """The strongest pairs of one head in each direction, with their tokens."""
     names = ["query_token", "key_token", "query_position", "key_position", "attention", "advantage", "score_gradient"]
-    table = edges[edges["rank"] <= LISTED]
-    for (name, direction), group in table.groupby(["label", "direction"], observed=True, sort=False):
-        rows = group[names].astype(object).values.tolist()
-        found.setdefault(str(name), {})[str(direction)] = [
-            [part if index < 4 else short(part) for index, part in enumerate(row)] for row in rows
+    found = {}
+    for direction, group in rows[rows["rank"] <= LISTED].groupby("direction", observed=True, sort=False):
+        table = group[names].astype(object).values.tolist()
+        found[str(direction)] = [
+            [part if index < 4 else short(part) for index, part in enumerate(row)] for row in table
         ]
     return found
 
 
-def edge_points(edges: pd.DataFrame, sequence: int = 0) -> dict[str, Any]:
-    """Per head, the strongest pairs of the window that the maps show: positions, attention, score gradient."""
-    found = {}
-    table = edges[edges["sequence"] == sequence]
-    for name, group in table.groupby(table["label"].astype(str), sort=False):
-        strongest = group.reindex(group["score_gradient"].abs().sort_values(ascending=False).index[:EDGES])
-        strongest = strongest.sort_values(["query_position", "key_position"])
-        query = strongest["query_position"].to_numpy(dtype=np.uint16)
-        key = strongest["key_position"].to_numpy(dtype=np.uint16)
-        gradient = strongest["score_gradient"].to_numpy(dtype=float)
-        top = float(np.abs(gradient).max())
-        step = np.diff(query, prepend=np.uint16(0)).astype(np.uint16)
-        attention = unsigned(strongest["attention"].to_numpy(dtype=float), 1.0)
-        found[str(name)] = {
-            "count": len(strongest),
-            "top": short(top),
-            "data": packed(step, key, attention, signed(gradient, top)),
-        }
+def edge_points(rows: pd.DataFrame, sequence: int = 0) -> dict[str, Any] | None:
+    """The strongest pairs of one head in the window that the maps show: steps from query to query, keys, attention, score
+    gradient. Positions have 16 bits, or 32 (`wide`) where a text is longer.
+    """
+    rows = rows[rows["sequence"] == sequence]
+    if rows.empty:
+        return None
+    strongest = rows.reindex(rows["score_gradient"].abs().sort_values(ascending=False).index[:EDGES])
+    strongest = strongest.sort_values(["query_position", "key_position"])
+    query, key = (strongest[f"{side}_position"].to_numpy(dtype=np.int64) for side in ("query", "key"))
+    gradient = strongest["score_gradient"].to_numpy(dtype=float)
+    top = float(np.abs(gradient).max())
+    wide = int(max(query.max(), key.max())) >= 1 << 16
+    step, key = (values.astype("<u4" if wide else "<u2") for values in (np.diff(query, prepend=0), key))
+    attention = unsigned(strongest["attention"].to_numpy(dtype=float), 1.0)
+    data = packed(step, key, attention, signed(gradient, top))
+    return {"count": len(strongest), "top": short(top), "data": data, "wide": wide}
+
+
+def head_columns(heads: pd.DataFrame) -> dict[str, Any]:
+    """The table of heads, column by column: identity, line of the picture, the shown columns, three intervals. Texts that
+    many heads share are numbered.
+    """
+    found: dict[str, Any] = {"label": heads["label"].astype(str).tolist(), "row": _lines(heads)[0]}
+    for name in ("kind", "module", "status"):
+        texts = heads[name].astype(object) if name in heads else pd.Series([None] * len(heads), dtype=object)
+        codes, known = pd.factorize(texts.where(texts.notna(), None), use_na_sentinel=False)
+        found[name] = {"texts": [None if pd.isna(text) else str(text) for text in known], "codes": codes.tolist()}
+    for name in SHOWN:
+        for column in (name, f"{name}_low", f"{name}_high"):
+            if column in heads and (column == name or name in WITH_INTERVAL):
+                found[column] = [short(value, 6 if len(heads) <= MANY else 4) for value in heads[column]]
     return found
 
 
-def head_rows(heads: pd.DataFrame) -> list[dict[str, Any]]:
-    """The table of heads: identity, the shown columns, three intervals."""
-    names = [name for name in SHOWN if name in heads]
-    rows = []
-    for row in heads.to_dict("records"):
-        head = {name: row[name] for name in ("label", "kind", "module", "status", "layer", "head")}
-        for name in names:
-            for column in (name, f"{name}_low", f"{name}_high"):
-                if column in row and (column == name or name in WITH_INTERVAL):
-                    head[column] = short(row[column])
-        rows.append(head)
-    return rows
+def _lines(heads: pd.DataFrame) -> tuple[list[int], list[str]]:
+    """The lines of the layer × head picture, one per module and use: of which line every head is, and their names."""
+    numbers: dict[tuple[str, int], int] = {}
+    names: list[str] = []
+    own: list[int] = []
+    for label, module, use in zip(heads["label"].astype(str), heads["module"].astype(str), heads["use"], strict=True):
+        if (module, int(use)) not in numbers:
+            numbers[module, int(use)] = len(names)
+            names.append(label.rsplit("H", 1)[0].rstrip("."))
+        own.append(numbers[module, int(use)])
+    return own, names
 
 
-def lines(heads: pd.DataFrame) -> list[dict[str, Any]]:
-    """The lines of the layer × head picture: one per module and use."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in heads.itertuples():
-        name = str(row.label).rsplit("H", 1)[0].rstrip(".")
-        rows.setdefault((str(row.module), int(row.use)), {"name": name, "labels": []})["labels"].append(str(row.label))
-    return list(rows.values())
-
-
-def vocabulary_rows(table: pd.DataFrame | None) -> dict[str, Any]:
-    """Per head, the tokens that its values are pushed to promote and to suppress."""
-    found: dict[str, dict[str, list[Any]]] = {}
-    if table is not None:
-        for row in table.to_dict("records"):
-            own = found.setdefault(str(row["label"]), {}).setdefault(str(row["direction"]), [])
-            own.append([row["token"], short(row["strength"]), short(row["p"])])
+def words(rows: pd.DataFrame) -> dict[str, list[Any]]:
+    """The tokens that one head's values are pushed to promote and to suppress."""
+    found: dict[str, list[Any]] = {}
+    for row in rows.to_dict("records"):
+        found.setdefault(str(row["direction"]), []).append([row["token"], short(row["strength"]), short(row["p"])])
     return found
 
 
@@ -167,18 +143,34 @@ def manifold_points(table: pd.DataFrame | None) -> dict[str, Any]:
     return found
 
 
-def history_lines(table: pd.DataFrame | None) -> dict[str, Any]:
-    """Steps and the columns of every head over them, for training runs."""
+def _by_head(table: pd.DataFrame | None) -> dict[str, Any]:
+    """Label → the places of its rows."""
     if table is None or table.empty:
         return {}
-    table = table[table["backward"] == 0].sort_values("step")
-    steps = sorted(table["step"].unique())
-    kept = [name for name in SHOWN if name in table]
-    heads = {}
-    for label, rows in table.groupby(table["label"].astype(str), sort=False):
-        rows = rows.drop_duplicates("step").set_index("step").reindex(steps)
-        heads[str(label)] = {name: [short(value) for value in rows[name]] for name in kept}
-    return {"steps": [int(step) for step in steps], "heads": heads}
+    return table.groupby(table["label"].astype(str), sort=False).indices
+
+
+def head_parts(
+    heads: pd.DataFrame, edges: pd.DataFrame, maps: Maps, vocabulary: pd.DataFrame | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Maps, pairs and words of every head, strongest first."""
+    pairs, said = _by_head(edges), _by_head(vocabulary)
+    chosen: Mapping[str, HeadMap] = {**maps.pooled, **maps.fine}
+    for name in heads.sort_values("routing_pressure", ascending=False)["label"].astype(str):
+        parts: dict[str, Any] = {}
+        if name in chosen:
+            parts["maps"] = map_data(chosen[name])
+        if name in pairs:
+            own = edges.iloc[pairs[name]]
+            parts |= {"edges": edge_lists(own), "points": edge_points(own)}
+        if vocabulary is not None and name in said:
+            parts["vocabulary"] = words(vocabulary.iloc[said[name]])
+        yield name, {kind: part for kind, part in parts.items() if part}
+
+
+def size_of(value: Any) -> int:
+    """Bytes of a value in the page."""
+    return len(json.dumps(jsonable(value), ensure_ascii=True, separators=(",", ":")))
 
 
 def data_of(
@@ -188,37 +180,40 @@ def data_of(
     tokens: list[str | None],
     resolved: list[str] | None,
     more: Mapping[str, pd.DataFrame],
+    room: int,
 ) -> dict[str, Any]:
     """Everything that the page's script draws, as plain JSON values.
 
     Args:
         tokens: of the window that the maps show. resolved: heads told apart from the median head; None: not known.
-        more: frames by name: vocabulary, manifold, history.
+        more: frames by name: vocabulary, manifold, history, curve.
+        room: bytes that all of it may take; heads whose maps, pairs and words no longer fit go without (`drawn` says how
+            many have theirs).
     """
     names = [name for name in SHOWN if name in heads]
-    if len(heads) > DRAWN:
-        drawn = set(heads.sort_values("routing_pressure", ascending=False)["label"].astype(str).head(DRAWN))
-        edges = edges[edges["label"].astype(str).isin(drawn)]
-        pooled, fine = ({name: one for name, one in part.items() if name in drawn} for part in (maps.pooled, maps.fine))
-        maps = Maps(pooled, fine, maps.tokens)
-    rows = lines(heads)
-    return jsonable(
+    data: dict[str, Any] = jsonable(
         {
-            "heads": head_rows(heads),
+            "heads": head_columns(heads),
             "columns": [
                 {"name": name, "unit": SHOWN[name][0], "signed": SHOWN[name][1], "meaning": SHOWN[name][2]}
                 for name in names
             ],
-            "rows": rows,
-            "width": max((len(entry["labels"]) for entry in rows), default=0),
+            "rows": _lines(heads)[1],
             "resolved": resolved,
-            "edges": edge_lists(edges),
-            "points": edge_points(edges),
-            "maps": all_maps(maps),
             "tokens": tokens,
-            "vocabulary": vocabulary_rows(more.get("vocabulary")),
             "manifold": manifold_points(more.get("manifold")),
             "history": history_lines(more.get("history")),
+            "curves": curve_lines(more.get("curve")),
             "shown": LISTED,
         }
     )
+    kinds: dict[str, dict[str, Any]] = {name: {} for name in ("maps", "edges", "points", "vocabulary")}
+    left, data["drawn"] = room - size_of(data), 0
+    for name, parts in head_parts(heads, edges, maps, more.get("vocabulary")):
+        left -= size_of({name: None}) * len(parts) + sum(size_of(part) for part in parts.values())
+        if left < 0:
+            break
+        data["drawn"] += bool(parts)
+        for kind, part in parts.items():
+            kinds[kind][name] = jsonable(part)
+    return {**data, **kinds, "fine": sorted(set(maps.fine) & set(kinds["maps"]))}

@@ -64,27 +64,21 @@ def compare(
 
 
 def report(
-    run: Folder,
-    out: Annotated[Path | None, typer.Option("--out", help="Where to write it. [default: RUN/report.html]")] = None,
+    folder: Annotated[
+        Path, typer.Argument(help="What analyze, watch(history=), dynamics --out or tunnel train --watch wrote.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where to write it. [default: FOLDER/report.html, or beside a history]"),
+    ] = None,
 ) -> None:
-    """Build report.html anew from the files of a run.
+    """Build report.html anew from the files of a run, of a text or of a training.
 
     Example: advantage-probe report gpt2-book
     """
-    from .analyze import Run
-    from .export import write_text
-    from .report import html
-    from .stored import open_run
+    from .report import write_report
 
-    found = open_run(run)
-    page = html(
-        Run(
-            found.heads, found.tokens, found.edges, found.updates, found.sequences, found.record, found.maps, found.more
-        )
-    )
-    target = out if out is not None else run / "report.html"
-    write_text(page, target)
-    print(f"report: {target}")
+    print(f"report: {write_report(folder, out)}")
 
 
 def cite(run: Folder) -> None:

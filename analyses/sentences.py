@@ -1,120 +1,36 @@
 """Five sentences that answer what the loss is doing to a model's heads, each with the guard under which it may be said.
 
-What singles heads out is simultaneous over all heads: replicates are drawn over sequences, the same for every head, and
-the largest deviation of any head sets the limit for all. Where the guard fails, the sentence says so and how many sequences
-would about be needed.
-
-Shapes: N sequences, H heads, C sums, R replicates.
+What singles heads out is simultaneous over all heads, picks on one half of the sequences and estimates on the other. Where
+the guard fails, the sentence says so and how many sequences would about be needed.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from ..probe import bootstrap
-from ..probe.statistics import SUMS, columns
-from .paired import quantile
+from . import training_sentences as training
+from .resampled import FEWEST, LEVEL, Resampled, Sample, quiet
 
-FEWEST = 12  # sequences: with fewer, a bootstrap over them is too narrow to single anything out
-LEVEL = 0.95
+NAMED, HEADS = 3, 5  # modules that are named for each reason why they were not captured, and heads that are named
 NOTHING = "nothing farther than random directions would"
-_KEYS = ["module", "use", "head", "label"]
-Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class Resampled:
-    """Heads in order, the layer of each, and columns of the whole (H,) and of every replicate (R,H)."""
-
-    labels: list[str]
-    layers: list[str]
-    sequences: int
-    whole: dict[str, Array]
-    replicates: dict[str, Array]
-
-    def singled_out(self, column: str) -> tuple[list[str], int]:
-        """Heads whose column lies above the median head's, at once for all, strongest first; and about how many sequences
-        would single out the strongest.
-        """
-        values, above, unit, limit = self._above(column)
-        size = above / unit
-        order = np.argsort(-np.nan_to_num(values, nan=-np.inf))
-        found = [self.labels[head] for head in order if np.isfinite(size[head]) and size[head] > limit]
-        strongest = float(size[order[0]]) if len(order) else 0.0
-        needed = math.ceil(self.sequences * (limit / strongest) ** 2) if strongest > 0 else 0
-        return found if self.sequences >= FEWEST else [], max(needed, FEWEST)
-
-    def least_above(self, column: str) -> dict[str, float]:
-        """By how much every head lies above the median head at least, at once for all heads (95 %)."""
-        _, above, unit, limit = self._above(column)
-        return dict(zip(self.labels, (above - limit * unit).tolist(), strict=True))
-
-    def _above(self, column: str) -> tuple[Array, Array, Array, float]:
-        """A column, how far heads lie above its median, the spread of that, and the limit for all in units of it."""
-        values, drawn = self.whole[column], self.replicates[column]
-        above, moved = values - np.nanmedian(values), drawn - np.nanmedian(drawn, axis=1, keepdims=True)
-        spread = np.nanstd(moved, axis=0)
-        unit = np.where(spread > 0, spread, np.inf)
-        with np.errstate(invalid="ignore"):
-            limit = self._widened(float(np.nanquantile(np.nanmax((moved - above) / unit, axis=1), LEVEL)))
-        return values, above, unit, limit
-
-    def not_told_from_zero(self, column: str) -> tuple[int, int]:
-        """Heads whose simultaneous interval holds 0, and of how many heads the column is known."""
-        values, drawn = self.whole[column], self.replicates[column]
-        spread = np.nanstd(drawn, axis=0)
-        unit = np.where(spread > 0, spread, np.inf)
-        with np.errstate(invalid="ignore"):
-            limit = self._widened(float(np.nanquantile(np.nanmax(np.abs(drawn - values) / unit, axis=1), LEVEL)))
-        return int((np.abs(values) <= limit * spread).sum()), int(np.isfinite(values).sum())
-
-    def _widened(self, limit: float) -> float:
-        """A limit in bootstrap spreads as Student's for N sequences, whose spread is drawn as well: with 12 sequences the
-        plain one named a head of equal heads in 10 to 20 % of trials.
-        """
-        count = self.sequences
-        if count < 2 or not limit > 0:
-            return limit
-        return quantile(min(math.erf(limit / math.sqrt(2)), 1 - 1e-13), count - 1) * math.sqrt(count / (count - 1))
-
-
-def resampled(sequences: pd.DataFrame) -> Resampled | None:
-    """Replicates over the sequences of a run; None when it kept none."""
-    if sequences.empty:
-        return None
-    table = sequences.assign(module=sequences["module"].astype(str), sequence=sequences["sequence"].astype(str))
-    heads = table[[*_KEYS, "layer"]].drop_duplicates(_KEYS).reset_index(drop=True)
-    place = {
-        row: number for number, row in enumerate(heads[["module", "use", "head"]].itertuples(index=False, name=None))
-    }
-    names = sorted(table["sequence"].unique())
-    sums = np.zeros((len(names), len(heads), len(SUMS)))
-    line = table["sequence"].map({name: number for number, name in enumerate(names)}).to_numpy()
-    column = np.array([place[row] for row in table[["module", "use", "head"]].itertuples(index=False, name=None)])
-    sums[line, column] = table[list(SUMS)].to_numpy(dtype=np.float64)
-    weights = bootstrap.weights([int(name, 16) for name in names]).numpy()
-    drawn = np.tensordot(weights, sums, 1)
-    # stacks and cross attention count their layers each for itself
-    layers = [str(name).rsplit("H", 1)[0].rstrip(".").removeprefix("L") for name in heads["label"]]
-    return Resampled(heads["label"].astype(str).tolist(), layers, len(names), columns(sums.sum(0)), columns(drawn))
-
-
-def share_by_layer(found: Resampled) -> list[tuple[str, float, float, float]]:
+def share_by_layer(sample: Sample, layers: list[str]) -> list[tuple[str, float, float, float]]:
     """(layer, share, low, high): each layer's part of the score slope Σ D² of all heads, largest first."""
-    whole, drawn = -found.whole["score_slope"], -found.replicates["score_slope"]
-    rows = []
-    for layer in dict.fromkeys(found.layers):
-        there = np.array([other == layer for other in found.layers])
-        with np.errstate(invalid="ignore", divide="ignore"):
-            shares = np.nansum(drawn[:, there], axis=1) / np.nansum(drawn, axis=1)
-            low, high = bootstrap.interval(shares[:, None])
-            rows.append((layer, float(np.nansum(whole[there]) / np.nansum(whole)), float(low[0]), float(high[0])))
+    whole, drawn = -sample.whole["score_slope"], -sample.replicates["score_slope"]
+    names, rows = np.array(layers, dtype=object), []
+    with quiet():
+        all_of_it, of_replicates = np.nansum(whole), np.nansum(drawn, axis=1)
+        for layer in dict.fromkeys(layers):
+            there = names == layer
+            low, high = bootstrap.interval((np.nansum(drawn[:, there], axis=1) / of_replicates)[:, None])
+            rows.append((layer, float(np.nansum(whole[there]) / all_of_it), float(low[0]), float(high[0])))
     return sorted(rows, key=lambda row: -row[1])
 
 
@@ -127,17 +43,37 @@ def measured(record: dict[str, Any], heads: pd.DataFrame) -> str:
     )
 
 
-def believed(heads: pd.DataFrame) -> str:
-    status = heads["status"].astype(str)
-    worst, ok = heads["law_residual"].max(), int((status == "ok").sum())
+def believed(record: dict[str, Any], rows: pd.DataFrame, what: str = "heads") -> str:
+    """`rows`: of the heads table, or of a history (`what` says so)."""
+    if "law_residual" not in rows:
+        return "Can it be believed: these tables keep no residuals; “advantage-probe verify” checks a saved model."
+    status = rows["status"].astype(str)
+    worst, ok = float(rows["law_residual"].max()), int((status == "ok").sum())
     blind, odd = int(status.str.startswith("no gradient").sum()), int(status.str.contains("non-finite").sum())
-    if not ok:
-        return "Can it be believed: no head is without remark; see the status column before reading anything else."
+    if math.isfinite(worst):
+        text = f"the recomputed weights reproduce every head's own output along its gradient to {worst:.0e}"
+    else:
+        text = "no head's output could be held against recomputed weights, so no number here is checked"
+    remarks = f"{ok:,} of {len(rows):,} {what} are without remark" if ok else f"none of the {what} is without remark"
     return (
-        f"Can it be believed: the recomputed weights reproduce every head's own output along its gradient to {worst:.0e}; "
-        f"{ok} of {len(heads)} heads are without remark, {blind} received no gradient, {odd} had numbers that are not "
-        "finite."
+        f"Can it be believed: {text}; {remarks}, {blind:,} received no gradient, {odd:,} had numbers that are not finite; "
+        f"{captured(record)}."
     )
+
+
+def captured(record: dict[str, Any]) -> str:
+    """Which modules the run did not capture, and why, as its record has it."""
+    missed = record.get("not_captured")
+    if missed is None:
+        return "which modules were not captured is not on its record"
+    if not missed:
+        return "every attention module was captured"
+    parts = []
+    for reason in dict.fromkeys(missed.values()):
+        names = [name for name, why in missed.items() if why == reason]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        parts.append(f"{', '.join(names[:NAMED])}{more} ({reason})")
+    return f"{len(missed)} module{'s were' if len(missed) > 1 else ' was'} not captured: {'; '.join(parts)}"
 
 
 def where(found: Resampled | None) -> str:
@@ -145,46 +81,68 @@ def where(found: Resampled | None) -> str:
         return (
             "Where: this run kept no sequences apart, so no layer or head can be singled out; analyse the text again."
         )
-    if not np.nansum(found.whole["score_slope"]):
+    if not np.nansum(found.whole.whole["score_slope"]):
         return "Where: no head has a score slope that is known and not zero, so no layer or head can be singled out."
-    layer, share, low, high = share_by_layer(found)[0]
-    text = f"Where: layer {layer} holds {share:.0%} of the heads' score slope"
-    text += f" (95 % over sequences: {low:.0%} to {high:.0%})" if found.sequences >= FEWEST else ""
-    if np.isfinite(found.whole["routing_pressure"]).sum() < 2:
+    text = _layer(found)
+    if np.isfinite(found.whole.whole["routing_pressure"]).sum() < 2:
         return f"{text}; a single head has no others to be told from."
     labels, needed = found.singled_out("routing_pressure")
-    if not labels and found.sequences >= FEWEST >= needed:
+    if not labels and not needed:
         return f"{text}; no head lies above the median head."
     if not labels:
         return (
             f"{text}; single heads are not distinguishable from the median head with {found.sequences} sequences; about "
             f"{needed} would be needed."
         )
-    least = found.least_above("routing_pressure")
-    named = ", ".join(f"{label} (by {least[label]:.2g})" for label in labels[:5])
-    named += f" and {len(labels) - 5} more" if len(labels) > 5 else ""
-    return f"{text}; above the median head's routing pressure, by at least so much for all heads at once, lie {named}."
+    named = [f"{label} {_times(found, label)}" for label in labels[:HEADS]]
+    named += [f"{len(labels) - HEADS} more lie above it"] if len(labels) > HEADS else []
+    return f"{text}; against the median head's routing pressure, all heads asked at once, {', '.join(named)}."
+
+
+def _layer(found: Resampled) -> str:
+    """The layer that holds most, picked on one half of the sequences and estimated on the other where there are enough."""
+    if not found.halved or not np.nansum(found.picking.whole["score_slope"]):
+        layer, share, _, _ = share_by_layer(found.whole, found.layers)[0]
+        return f"Where: layer {layer} holds {share:.0%} of the heads' score slope"
+    layer = share_by_layer(found.picking, found.layers)[0][0]
+    rows = {row[0]: row[1:] for row in share_by_layer(found.estimating, found.layers)}
+    share, low, high = rows[layer]
+    return (
+        f"Where (picked on one half of the {found.sequences} sequences, estimated on the other; brackets: 95 %): layer "
+        f"{layer} holds {share:.0%} [{low:.0%}, {high:.0%}] of the heads' score slope"
+    )
+
+
+def _times(found: Resampled, label: str) -> str:
+    """How a named head compares with the median head on the half that did not pick it."""
+    ratio, low, high = found.estimated("routing_pressure", label)
+    if not math.isfinite(ratio):
+        return "has some where it has none"
+    return f"has {ratio:.3g} [{low:.3g}, {high:.3g}] times as much"
 
 
 def routing_or_content(found: Resampled | None) -> str:
     if found is None:
         return "Routing or content: not known, this run kept no sequences apart."
-    with np.errstate(invalid="ignore", divide="ignore"):
-        whole = float(np.nanmedian(found.whole["content_relative"] / found.whole["routing_pressure"]))
-        drawn = np.nanmedian(found.replicates["content_relative"] / found.replicates["routing_pressure"], axis=1)
-    if not math.isfinite(whole):
+    whole, drawn = (
+        (part["content_relative"], part["routing_pressure"]) for part in (found.whole.whole, found.whole.replicates)
+    )
+    with quiet():
+        ratio = float(np.nanmedian(whole[0] / whole[1]))
+        replicates = np.nanmedian(drawn[0] / drawn[1], axis=1)
+    if not math.isfinite(ratio):
         return "Routing or content: not known, no head has both pressures."
     if found.sequences < FEWEST:
         return (
             f"Routing or content: not distinguishable with {found.sequences} sequences; about {FEWEST} would be needed "
             "for an interval."
         )
-    low, high = (float(end[0]) for end in bootstrap.interval(drawn[:, None]))
+    low, high = (float(end[0]) for end in bootstrap.interval(replicates[:, None]))
     verdict = "content" if low > 1 else "routing" if high < 1 else None
-    settled, known = found.not_told_from_zero("alignment")
+    settled, known = found.whole.not_told_from_zero("alignment")
     pull = f"the loss pulls harder on {verdict}" if verdict else "it is not told on which the loss pulls harder"
     return (
-        f"Routing or content: in the median head {pull}: a relative change of its values would move the loss {whole:.2g} "
+        f"Routing or content: in the median head {pull}: a relative change of its values would move the loss {ratio:.2g} "
         f"times as much as a unit change of its scores ({low:.2g} to {high:.2g}); on {settled} of {known} "
         "heads the pull on attention is not told from one that is uncorrelated with where it goes."
     )
@@ -194,10 +152,11 @@ def writes(found: Resampled | None, edges: pd.DataFrame, vocabulary: pd.DataFram
     """What the strongest head's values are pushed to write, and its strongest edge."""
     if found is None or edges.empty:
         return "What it writes: no edges were kept."
-    if not np.isfinite(found.whole["routing_pressure"]).any():
+    pressure = found.whole.whole["routing_pressure"]
+    if not np.isfinite(pressure).any():
         return "What it writes: not known, no head has a routing pressure."
     labels, _ = found.singled_out("routing_pressure")
-    strongest = labels[0] if labels else found.labels[int(np.nanargmax(found.whole["routing_pressure"]))]
+    strongest = labels[0] if labels else found.labels[int(np.nanargmax(pressure))]
     name = strongest if labels else f"{strongest} (the largest here, not told from the others)"
     rows = edges[(edges["label"].astype(str) == strongest) & (edges["rank"] == 1)]
     text = f"What it writes: {name}"
@@ -219,22 +178,37 @@ def writes(found: Resampled | None, edges: pd.DataFrame, vocabulary: pd.DataFram
 
 
 def _quoted(token: Any) -> str:
-    return "a token without text" if token is None or token is pd.NA or pd.isna(token) else f"“{token}”"
+    """A token in quotation marks, isolated: one that turns the direction of writing turns nothing but itself."""
+    return "a token without text" if token is None or token is pd.NA or pd.isna(token) else f"“\u2068{token}\u2069”"
 
 
 def sentences(
     record: dict[str, Any],
     heads: pd.DataFrame,
     edges: pd.DataFrame,
-    sequences: pd.DataFrame,
-    vocabulary: pd.DataFrame | None = None,
+    found: Resampled | None,
+    more: Mapping[str, pd.DataFrame],
 ) -> list[str]:
-    """The five, in the order of the first screen."""
-    found = resampled(sequences)
-    return [
-        measured(record, heads),
-        believed(heads),
-        where(found),
-        routing_or_content(found),
-        writes(found, edges, vocabulary),
+    """The five, in the order of the first screen; of a training run what its steps say, where it kept no more.
+
+    Args:
+        found: `resampled` of the run's sequences. more: frames that not every run has.
+    """
+    history = more.get("history")
+    if history is None or history.empty:
+        return [
+            measured(record, heads),
+            believed(record, heads),
+            where(found),
+            routing_or_content(found),
+            writes(found, edges, more.get("vocabulary")),
+        ]
+    told = [
+        training.observed(record, history),
+        believed(record, history, "rows (a head at a step)"),
+        training.moved(history, len(record.get("seeds", [0]))) if found is None else where(found),
+        training.balance(history) if found is None else routing_or_content(found),
+        training.unwritten() if edges.empty else writes(found, edges, more.get("vocabulary")),
     ]
+    # what `dynamics` says of the order of frame and precision, under its own guard
+    return [*told, f"Frame or precision first: {record['wording']}"] if record.get("wording") else told

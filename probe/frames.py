@@ -5,7 +5,7 @@ Labels are categoricals, counts nullable integers, numbers float64 with NaN wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..hooks.forward import NON_TOKENS
 from ..hooks.site import Site
 from .edges import TopEdges
+from .naming import label, shared_modules
 from .state import Entry, Key, State
 from .statistics import COLUMNS, INDEX, SUMS, Sums
 from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
@@ -22,7 +23,7 @@ from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
 if TYPE_CHECKING:
     from .steps import Step
 
-NO_SOFTMAX = "no softmax attention"
+CAPTURED, NO_SOFTMAX, NO_CALL = "softmax attention", "no softmax attention", "no attention call was seen"
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
 _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "position", "token_id", "sequence")
 _PAIRS = ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
@@ -44,18 +45,6 @@ def _typed(table: pd.DataFrame, *, sums: bool = False) -> pd.DataFrame:
     return table
 
 
-def label(key: Key, head: int) -> str:
-    """Short name of a head, such as L3H7; prefixed by its stack and, for cross attention, by "x". Where the module's name
-    has no layer, the name itself stands for it: blocks.attention.H7.
-    """
-    use = f"u{key.use}" if key.use else ""
-    if key.site.layer < 0:
-        return f"{key.site.module or '?'}.H{head}{use}"
-    stack = f"{key.site.stack}." if key.site.stack else ""
-    cross = "x" if key.site.kind == "cross" else ""
-    return f"{stack}{cross}L{key.site.layer}H{head}{use}"
-
-
 def _ordered(state: State, backward: int) -> list[tuple[Key, Entry]]:
     """Entries by stack, layer, module and use."""
     return sorted(
@@ -64,12 +53,12 @@ def _ordered(state: State, backward: int) -> list[tuple[Key, Entry]]:
     )
 
 
-def _identity(key: Key, heads: int, group: int) -> dict[str, Any]:
+def _identity(key: Key, heads: int, group: int, shared: Collection[str] = ()) -> dict[str, Any]:
     return {
         "module": [key.site.module] * heads,
         "use": [key.use] * heads,
         "head": range(heads),
-        "label": [label(key, head) for head in range(heads)],
+        "label": [label(key, head, shared) for head in range(heads)],
         "layer": [None if key.site.layer < 0 else key.site.layer] * heads,
         "stack": [key.site.stack] * heads,
         "kind": [key.site.kind] * heads,
@@ -110,9 +99,9 @@ def _status(sums: Sums, reachable: bool, skipped: bool = False) -> list[str]:
 
 def heads(state: State, *, intervals: bool = False, backward: int = 0) -> pd.DataFrame:
     """One row per module, use and head; see `Watch.heads`."""
-    tables = []
+    tables, shared = [], shared_modules(state.entries)
     for key, entry in _ordered(state, backward):
-        table: dict[str, Any] = _identity(key, entry.heads, entry.group)
+        table: dict[str, Any] = _identity(key, entry.heads, entry.group, shared)
         values = _columns(key, entry.sums.columns())
         ends = entry.sums.intervals() if intervals else {}
         for name in COLUMNS:
@@ -130,7 +119,10 @@ def step_heads(state: State, rows: pd.DataFrame, backward: int) -> pd.DataFrame:
     """The heads table of one step, from its rows of the history."""
     keys = ["module", "use", "head"]
     plain = {name: str for name in ("module", "label", "stack", "kind", "status") if name in rows}
-    identities = [pd.DataFrame(_identity(key, entry.heads, entry.group)) for key, entry in _ordered(state, backward)]
+    shared = shared_modules(state.entries)
+    identities = [
+        pd.DataFrame(_identity(key, entry.heads, entry.group, shared)) for key, entry in _ordered(state, backward)
+    ]
     known = _stacked(identities, list(_identity(_NOBODY, 0, 1))).astype({"module": str})
     rows = rows[rows["backward"] == backward].astype(plain)[[*keys, *COLUMNS, "status"]]
     merged = known.merge(rows.astype({"use": "int64", "head": "int64"}), on=keys, how="inner")
@@ -165,17 +157,17 @@ HISTORY = [
 
 def sequences(state: State, backward: int = 0) -> pd.DataFrame:
     """One row per sequence, module, use and head: the sums that the columns of the heads table are functions of."""
-    tables = []
+    tables, shared = [], shared_modules(state.entries)
     for key, entry in _ordered(state, backward):
         for identity, sums in (entry.singly or {}).items():
-            table = {"sequence": f"{identity:016x}", **_identity(key, entry.heads, entry.group)}
+            table = {"sequence": f"{identity:016x}", **_identity(key, entry.heads, entry.group, shared)}
             tables.append(pd.DataFrame(table | dict(zip(SUMS, sums.numpy().T))))
     return _typed(_stacked(tables, ["sequence", *_identity(_NOBODY, 0, 1), *SUMS]), sums=True)
 
 
 def history(steps: Sequence[Step]) -> pd.DataFrame:
     """One row per step, module, use, delivery and head."""
-    tables = []
+    tables, shared = [], shared_modules(key for step in steps for key in step.sums)
     for step in steps:
         for key, sums in sorted(step.sums.items(), key=lambda pair: (pair[0].site.layer, pair[0])):
             count = len(sums.total)
@@ -185,7 +177,7 @@ def history(steps: Sequence[Step]) -> pd.DataFrame:
                 "use": key.use,
                 "backward": key.backward,
                 "head": range(count),
-                "label": [label(key, head) for head in range(count)],
+                "label": [label(key, head, shared) for head in range(count)],
                 "layer": None if key.site.layer < 0 else key.site.layer,
                 "loss_weight": np.nan if step.loss_weight is None else step.loss_weight,
                 "loss_scale": np.nan if step.loss_scale is None else step.loss_scale,
@@ -196,8 +188,10 @@ def history(steps: Sequence[Step]) -> pd.DataFrame:
     return _typed(_stacked(tables, HISTORY))
 
 
-def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
-    """One row per attention module that was seen, and per module that mixes tokens without a softmax."""
+def modules(state: State, silent: Iterable[Site], uncalled: Iterable[Site] = ()) -> pd.DataFrame:
+    """One row per attention module that was seen, per module that mixes tokens without a softmax, and per attention module
+    that made no call.
+    """
     rows = [
         {
             "module": key.site.module,
@@ -207,7 +201,7 @@ def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
             "uses": 1 + max(other.use for other in state.entries if other.site == key.site),
             "heads": entry.heads,
             "kv_heads": entry.heads // entry.group,
-            "status": "softmax attention",
+            "status": CAPTURED,
         }
         for key, entry in _ordered(state, 0)
         if key.use == 0
@@ -218,9 +212,10 @@ def modules(state: State, silent: Iterable[Site]) -> pd.DataFrame:
             "module": site.module,
             "layer": None if site.layer < 0 else site.layer,
             "stack": site.stack,
-            "status": NO_SOFTMAX,
+            "status": status,
         }
-        for site in silent
+        for sites, status in ((silent, NO_SOFTMAX), (uncalled, NO_CALL))
+        for site in sites
         if site.module not in known
     ]
     columns = ["module", "layer", "stack", "kind", "uses", "heads", "kv_heads", "status"]
@@ -235,12 +230,12 @@ def updates(state: State) -> pd.DataFrame:
 
     The direction −m̄ has one column per value coordinate (`update_0` …); heads of narrower values hold NaN in the rest.
     """
-    tables = []
+    tables, shared = [], shared_modules(state.entries)
     for key, entry in _ordered(state, 0):
         if entry.updates is None:
             continue
         parts = entry.updates.directions()
-        table: dict[str, Any] = _identity(key, entry.heads, entry.group)
+        table: dict[str, Any] = _identity(key, entry.heads, entry.group, shared)
         table |= {"keys": parts["keys"], "update_norm": parts["norm"], "share": parts["share"]}
         table |= {f"update_{place}": column for place, column in enumerate(parts["update"].T)}
         tables.append(pd.DataFrame(table))
@@ -250,12 +245,12 @@ def updates(state: State) -> pd.DataFrame:
 def tokens(state: State, tokenizer: Any = None) -> pd.DataFrame:
     """Query rows and key rows, one per head and token; columns of the other side are NaN."""
     order = {identity: number for number, identity in enumerate(state.sequences)}
-    tables = []
+    tables, shared = [], shared_modules(state.entries)
     for key, entry in _ordered(state, 0):
         for call in entry.tokens.calls if entry.tokens is not None else ():
             numbers = np.array([order[identity] for identity in call.identities])
             for name, side in (("query", call.queries), ("key", call.keys)):
-                tables.append(_side(key, entry, name, side, numbers))
+                tables.append(_side(key, entry, name, side, numbers, shared))
     columns = ["module", "use", "head", "label", "layer", "kind", "side", "sequence", "position", "token_id"]
     table = _stacked(tables, [*columns, *QUERY_COLUMNS, *KEY_COLUMNS])
     table.insert(table.columns.get_loc("token_id") + 1, "token", _strings(table["token_id"], tokenizer))
@@ -263,14 +258,16 @@ def tokens(state: State, tokenizer: Any = None) -> pd.DataFrame:
     return _typed(table)
 
 
-def _side(key: Key, entry: Entry, name: str, side: Side, numbers: NDArray[np.int64]) -> pd.DataFrame:
+def _side(
+    key: Key, entry: Entry, name: str, side: Side, numbers: NDArray[np.int64], shared: Collection[str]
+) -> pd.DataFrame:
     count = len(side.row)
     repeated = {"sequence": numbers[side.row], "position": side.position, "token_id": side.token_id}
     table: dict[str, Any] = {
         "module": key.site.module,
         "use": key.use,
         "head": np.repeat(np.arange(entry.heads), count),
-        "label": np.repeat([label(key, head) for head in range(entry.heads)], count),
+        "label": np.repeat([label(key, head, shared) for head in range(entry.heads)], count),
         "layer": key.site.layer,
         "kind": key.site.kind,
         "side": name,
@@ -284,11 +281,11 @@ def _side(key: Key, entry: Entry, name: str, side: Side, numbers: NDArray[np.int
 def edges(state: State, top: int, tokenizer: Any = None) -> pd.DataFrame:
     """Per head the strongest routed and anti-routed pairs, strongest first."""
     order = {identity: number for number, identity in enumerate(state.sequences)}
-    tables = []
+    tables, shared = [], shared_modules(state.entries)
     for key, entry in _ordered(state, 0):
         if entry.edges is not None:
             for direction in ("routed", "anti_routed"):
-                tables.append(_direction(key, entry.edges, direction, top, order))
+                tables.append(_direction(key, entry.edges, direction, top, order, shared))
     columns = ["module", "use", "head", "label", "layer", "direction", "rank", "sequence", "query_position"]
     columns += ["key_position", "query_token_id", "key_token_id", "attention", "advantage", "compatibility", "alpha_b"]
     columns += ["score_gradient"]
@@ -300,7 +297,9 @@ def edges(state: State, top: int, tokenizer: Any = None) -> pd.DataFrame:
     return _typed(table)
 
 
-def _direction(key: Key, kept: TopEdges, direction: str, top: int, order: dict[int, int]) -> pd.DataFrame:
+def _direction(
+    key: Key, kept: TopEdges, direction: str, top: int, order: dict[int, int], shared: Collection[str]
+) -> pd.DataFrame:
     rows = getattr(kept, direction)[:, :top].numpy()
     heads_, count = rows.shape[:2]
     flat = rows.reshape(-1, rows.shape[-1])
@@ -310,7 +309,7 @@ def _direction(key: Key, kept: TopEdges, direction: str, top: int, order: dict[i
             "module": key.site.module,
             "use": key.use,
             "head": np.repeat(np.arange(heads_), count),
-            "label": np.repeat([label(key, head) for head in range(heads_)], count),
+            "label": np.repeat([label(key, head, shared) for head in range(heads_)], count),
             "layer": key.site.layer,
             "direction": direction,
             "rank": np.tile(np.arange(1, count + 1), heads_),

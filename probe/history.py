@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -30,6 +31,39 @@ def _plain(table: pa.Table) -> pa.Table:
     wide = pa.dictionary(pa.int32(), pa.string())
     fields = [field.with_type(wide) if pa.types.is_dictionary(field.type) else field for field in table.schema]
     return table.cast(pa.schema(fields, metadata=table.schema.metadata))
+
+
+def _told(part: Path) -> dict[str, Any]:
+    """What a file says of itself: format, model, columns.
+
+    Raises:
+        BadInput: for a file that this library did not write, or of another format.
+    """
+    try:
+        told = json.loads((pq.read_schema(part).metadata or {})[_MARK])
+    except (KeyError, ValueError, OSError, pa.ArrowInvalid) as error:
+        raise BadInput(f"{str(part)!r} is not part of a history that this library wrote; remove it.") from error
+    if told["format"] != FORMAT:
+        raise BadInput(
+            f"The history {str(part.parent)!r} has format {told['format']}, this version writes {FORMAT}; "
+            "give a new folder."
+        )
+    return told
+
+
+def read_history(folder: str | os.PathLike[str]) -> tuple[list[pd.DataFrame], str]:
+    """The rows of every file of a history, in the order of their steps, and the name of its model.
+
+    Raises:
+        BadInput: where a file is damaged or of another kind, or the folder holds none.
+    """
+    parts = sorted(Path(folder).glob("part-*.parquet"))
+    if not parts:
+        raise BadInput(f"{str(folder)!r} holds no history; give the folder that watch(history=) wrote.")
+    models = {str(_told(part)["model"]) for part in parts}
+    if len(models) > 1:
+        raise BadInput(f"{str(folder)!r} mixes histories of {' and '.join(sorted(models))}; keep a folder for each.")
+    return [pq.read_table(part).to_pandas() for part in parts], models.pop()
 
 
 class History:
@@ -114,15 +148,7 @@ class History:
         return [pq.read_table(part).to_pandas() for part in self.parts]
 
     def _check(self, part: Path) -> None:
-        try:
-            told = json.loads((pq.read_schema(part).metadata or {})[_MARK])
-        except (KeyError, ValueError, OSError, pa.ArrowInvalid) as error:
-            raise BadInput(f"{str(part)!r} is not part of a history that this library wrote; remove it.") from error
-        if told["format"] != FORMAT:
-            raise BadInput(
-                f"The history {str(self.folder)!r} has format {told['format']}, this version writes {FORMAT}; "
-                "give a new folder."
-            )
+        told = _told(part)
         if told["model"] != self.model:
             raise BadInput(
                 f"The history {str(self.folder)!r} belongs to {told['model']}, not to {self.model}; give another folder."

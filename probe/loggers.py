@@ -26,13 +26,9 @@ def flat(rows: pd.DataFrame, columns: Iterable[str]) -> dict[str, float]:
         columns: which numeric columns to name.
     """
     rows = rows[rows["backward"] == 0]
-    # two modules of one layer have the same labels: then the module says which
-    several = rows["label"].duplicated(keep=False)
-    module = rows["module"].astype(str) + "." + rows["label"].astype(str)
-    heads = rows["label"].astype(str).where(~several, module)
     found: dict[str, float] = {}
     for column in columns:
-        for head, value in zip(heads, rows[column].astype(float), strict=True):
+        for head, value in zip(rows["label"].astype(str), rows[column].astype(float), strict=True):
             if pd.notna(value) and abs(value) != float("inf"):
                 found[f"probe/{head}/{column}"] = float(value)
     return found

@@ -6,9 +6,11 @@ import threading
 from typing import Any, Literal
 
 import pandas as pd
+from torch import nn
 
 from ..hooks.attachment import Attachment
 from ..hooks.refusals import BadRequest, MergeRefused
+from ..hooks.silent import uncalled
 from . import frames
 from .state import State
 from .steps import Steps
@@ -21,6 +23,7 @@ class Readings:
     capacity: int
     singly: bool
     tokenizer: Any
+    layers: frozenset[int] | None
     selected_heads: frozenset[int] | None
     _lock: threading.RLock
     _error: Exception | None
@@ -69,6 +72,11 @@ class Readings:
             if isinstance(other, Readings):
                 # what an open step holds still carries its weight
                 self._weights |= other._weights or ({None} if state.entries else set())
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is watched."""
+        return self._attachment.model
 
     @property
     def loss_weight(self) -> float | str:
@@ -141,8 +149,13 @@ class Readings:
         return self._select(frames.updates(self._filled()))
 
     def modules(self) -> pd.DataFrame:
-        """One row per attention module; layers that mix tokens otherwise are listed as "no softmax attention"."""
-        return frames.modules(self._filled(), self._attachment.silent)
+        """One row per attention module; what was not captured says why: "no softmax attention" for layers that mix tokens
+        otherwise, "no attention call was seen" for attention that did not run, or not so that it can be read.
+        """
+        state, attachment = self._filled(), self._attachment
+        idle = uncalled(self.model, {key.site.module for key in state.entries}, attachment.silent)
+        asked = [site for site in idle if self.layers is None or site.layer in self.layers]
+        return frames.modules(state, attachment.silent, asked)
 
     def history(self) -> pd.DataFrame:
         """One row per closed step, module, use and head; with `history=`, earlier parts of the run as well."""

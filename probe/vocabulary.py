@@ -25,7 +25,7 @@ from ..hooks.projections import output_maps, unembedding
 from ..hooks.refusals import BadRequest, NoGradientReached
 from ..hooks.site import Site
 from .blockwise import vectors
-from .frames import label
+from .naming import label, shared_modules
 from .state import Key
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ def vocabulary(
     if last.norm is not None:
         words = words @ jacobians[last.norm]
     lines: list[dict[str, Any]] = []
+    shared = shared_modules(pushes.total)
     for key, total in sorted(pushes.total.items(), key=lambda item: (item[0].site.layer, item[0])):
         entry = maps[key.site.module]
         for head in range(total.shape[0]):
@@ -198,7 +199,7 @@ def vocabulary(
             largest = (random @ way @ words.T).abs().amax(1)  # of unit directions
             for name, count, update in pushed:
                 lines += _lines(
-                    label(key, head), name, count, update, (update @ way) @ words.T, largest, top, tokenizer
+                    label(key, head, shared), name, count, update, (update @ way) @ words.T, largest, top, tokenizer
                 )
     return Vocabulary(pd.DataFrame(lines), tuple(sorted(jacobians)))
 

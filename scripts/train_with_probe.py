@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """A training run that is watched: scripts/train_with_probe.py [FOLDER]. A minute on a laptop; resumes where it stopped.
 
-A two-layer model learns key-value pairs; every tenth step goes to a history that pandas reads while the run goes on.
+A two-layer model learns key-value pairs; every tenth step goes to a history that pandas reads while the run goes on. At the
+end FOLDER/report.html shows what became of every head.
 """
 
 import sys
@@ -44,6 +45,7 @@ def main() -> None:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
                 torch.save(state, checkpoint)
                 print(f"step {step + 1}: loss {loss.item():.3f} nats", flush=True)
+    print(ap.write_report(watch, folder / "report.html"))
     history = watch.history()
     print(history.pivot_table(index="step", columns="label", values="routing_pressure", observed=True).round(3).tail(5))
 

@@ -14,7 +14,8 @@ from advantage_probe.probe.statistics import COLUMNS
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_every_python_block_runs_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_python_block_runs_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # where the page of the training loop goes
     # the README registers a tunnel of its own, which other tests do too
     monkeypatch.delitem(registry._factories, "loaded-die", raising=False)
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -24,6 +25,8 @@ def test_every_python_block_runs_in_order(monkeypatch: pytest.MonkeyPatch) -> No
         exec(compile(block, "README.md", "exec"), names)
     assert len(names["heads"]) == 8
     assert names["history"]["step"].unique().tolist() == [0, 2]
+    assert "Over training" in (tmp_path / "training.html").read_text(encoding="utf-8")
+    assert names["page"].is_file()
 
 
 def test_every_column_is_explained() -> None:

@@ -49,6 +49,7 @@ def test_the_heads_of_a_gpt2_are_ranked_and_the_first_ones_pairs_shown(folder: P
 def test_a_watched_training_resumes_without_repeating_a_step(tmp_path: Path) -> None:
     assert "step 200" in run("train_with_probe.py", tmp_path)
     whole = pd.read_parquet(tmp_path / "history")
+    assert "while it learned, at 20 observed steps" in (tmp_path / "report.html").read_text(encoding="utf-8")
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     torch.save({**saved, "step": 180}, tmp_path / "checkpoint.pt")
     run("train_with_probe.py", tmp_path)

@@ -24,8 +24,8 @@ from ...hooks.attach import attach
 from ...hooks.call import AttentionCall, CallSite, Needs
 from ...hooks.refusals import BadRequest, NoAttentionSeen
 from ...hooks.site import Site
-from ...probe.frames import label
 from ...probe.law import law
+from ...probe.naming import label
 from ...probe.state import Key
 from ..corpus import Batch
 

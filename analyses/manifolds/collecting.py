@@ -9,7 +9,7 @@ Shapes: n sequences, P kept positions, H query heads, K key/value heads, W width
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -25,8 +25,8 @@ from ...hooks.looking import Looking
 from ...hooks.refusals import BadRequest, NoAttentionSeen
 from ...hooks.site import Site
 from ...probe.blockwise import vectors as blockwise_vectors
-from ...probe.frames import label
 from ...probe.law import law
+from ...probe.naming import label, shared_modules
 from ...probe.state import Key
 from ..corpus import Batch
 
@@ -209,6 +209,8 @@ def collect(
             for attachment in attachments:
                 attachment.close()
     seen = behind.found if behind is not None else reader.found
+    same = shared_modules({**seen, **reader.entropies})
+    layers = {key: _layer(key, same) for key in (*seen, *reader.entropies)}
     names: dict[str, tuple[str, ...]]
     if where == "residual":
         vectors = {f"L{layer}": np.concatenate(parts) for layer, parts in enumerate(zip(*streams))}
@@ -217,17 +219,14 @@ def collect(
         if not seen:
             raise NoAttentionSeen(f"{type(model).__name__} made no attention call that the probe can read.")
         grouped = where in ("value", "key")
-        vectors = {_layer(key): np.concatenate(parts) for key, parts in _in_order(seen)}
-        shared = {_layer(key): grouped and _is_shared(model, key, rows) for key, rows in seen.items()}
-        names = {
-            _layer(key): tuple(
-                label(key, head).replace("H", "KV") if shared[_layer(key)] else label(key, head)
-                for head in range(vectors[_layer(key)].shape[2])
-            )
-            for key, _ in _in_order(seen)
-        }
-    attended = {_layer(key): np.concatenate(parts) for key, parts in _in_order(reader.entropies)}
-    visible = {_layer(key): float(np.mean(parts)) for key, parts in _in_order(reader.visible)}
+        vectors = {layers[key]: np.concatenate(parts) for key, parts in _in_order(seen)}
+        names = {}
+        for key, rows in _in_order(seen):
+            letter = "KV" if grouped and _is_shared(model, key, rows) else "H"
+            start, end = label(key, 0, same).rsplit("H0", 1)
+            names[layers[key]] = tuple(f"{start}{letter}{head}{end}" for head in range(vectors[layers[key]].shape[2]))
+    attended = {layers[key]: np.concatenate(parts) for key, parts in _in_order(reader.entropies)}
+    visible = {layers[key]: float(np.mean(parts)) for key, parts in _in_order(reader.visible)}
     return Collected(vectors, names, attended, np.concatenate(entropies), visible)
 
 
@@ -236,8 +235,10 @@ def _in_order(found: dict[Key, Any]) -> list[tuple[Key, Any]]:
     return sorted(found.items(), key=lambda item: (item[0].site.stack, item[0].site.layer, item[0]))
 
 
-def _layer(key: Key) -> str:
-    return label(key, 0).replace("H0", "")
+def _layer(key: Key, shared: Collection[str]) -> str:
+    """The name of a head without the head."""
+    start, end = label(key, 0, shared).rsplit("H0", 1)
+    return start.rstrip(".") + end
 
 
 def _is_shared(model: nn.Module, key: Key, rows: list[Array]) -> bool:

@@ -11,8 +11,16 @@ const diverging = (share) => share < 0.5 ? mixed([33, 102, 172], [247, 247, 247]
 const css = (colour) => "rgb(" + colour.join(",") + ")";
 const gradient = (paint) => "linear-gradient(90deg," + [0, .1, .2, .3, .4, .5, .6, .7, .8, .9, 1].map((share) => css(paint(share))).join(",") + ")";
 const strength = (head) => data.columns.length ? head[data.columns[0].name] ?? -1 : 0;
-const heads = new Map(data.heads.map((head) => [head.label, head]));
-let chosen = data.heads.length ? data.heads.reduce((best, head) => strength(head) > strength(best) ? head : best).label : null;
+const all = data.heads.label.map((label, place) => {
+  const head = { label };
+  for (const [name, values] of Object.entries(data.heads)) head[name] = values.texts ? values.texts[values.codes[place]] : values[place];
+  return head;
+});
+const heads = new Map(all.map((head) => [head.label, head]));
+const lines = data.rows.map((name) => ({ name, labels: [] }));
+for (const head of all) lines[head.row].labels.push(head.label);
+const resolved = data.resolved === null ? null : new Set(data.resolved);
+let chosen = all.length ? all.reduce((best, head) => strength(head) > strength(best) ? head : best).label : null;
 let order = { name: data.columns.length ? data.columns[0].name : "label", down: true };
 
 async function inflated(text) {
@@ -21,30 +29,38 @@ async function inflated(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
+const buttons = new Map();
+function mark() {  // the chosen head in picture and table, without drawing either anew
+  for (const [label, button] of buttons) { button.parentNode.classList.toggle("chosen", label === chosen); button.tabIndex = label === chosen ? 0 : -1; }
+  for (const row of document.querySelectorAll("#heads tbody tr")) row.classList.toggle("chosen", row.dataset.label === chosen);
+}
+
 function drawMap() {
   const column = data.columns.find((entry) => entry.name === byId("column").value);
   if (!column) return;
-  const known = data.heads.map((head) => head[column.name]).filter((value) => value !== null);
+  const known = all.map((head) => head[column.name]).filter((value) => value !== null);
   const largest = known.reduce((most, value) => Math.max(most, Math.abs(value)), 0) || 1, signed = column.signed;
   const low = signed ? -largest : 0, high = largest;
   const paint = signed ? diverging : sequential;
-  const shaded = data.resolved !== null && column.name === "routing_pressure";
+  const shaded = resolved !== null && column.name === "routing_pressure";
   byId("meaning").textContent = column.meaning;
-  byId("hatching").textContent = shaded ? "Hatched: not told apart from the median head, all heads at once (95 %)." : "";
+  byId("hatching").textContent = shaded ? "Hatched: not told apart from the median head on the half of the sequences that picks, all heads at once (95 %)." : "";
   const table = byId("map"); table.replaceChildren();
   const top = element("thead"), row = element("tr"); row.append(element("th"));
-  for (let head = 0; head < data.width; head++) row.append(element("th", String(head)));
+  for (let head = 0; head < lines.reduce((most, row) => Math.max(most, row.labels.length), 0); head++) row.append(element("th", String(head)));
   top.append(row); table.append(top);
   const body = element("tbody");
-  for (const group of data.rows) {
+  buttons.clear();
+  for (const group of lines) {
     const line = element("tr"); line.append(element("th", group.name));
     for (const label of group.labels) {
       const head = heads.get(label), cell = element("td"), button = element("button");
       const value = head[column.name];
       if (value !== null) cell.style.background = css(paint((value - low) / (high - low)));
       if (label === chosen) cell.classList.add("chosen");
-      if (shaded && !data.resolved.includes(label)) cell.classList.add("unresolved");
-      button.title = label + ": " + format(value) + " (" + head.status + ")";
+      if (shaded && !resolved.has(label)) cell.classList.add("unresolved");
+      buttons.set(label, button);
+      button.title = label + ": " + format(value) + (head.status === null ? "" : " (" + head.status + ")");
       button.setAttribute("aria-label", button.title);
       button.tabIndex = label === chosen ? 0 : -1;
       button.dataset.label = label;
@@ -61,17 +77,17 @@ byId("map").addEventListener("keydown", (event) => {
   const label = event.target.dataset ? event.target.dataset.label : undefined;
   if (!label) return;
   if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(label); focusHead(label); return; }
-  const line = data.rows.findIndex((row) => row.labels.includes(label)), place = data.rows[line].labels.indexOf(label);
+  const line = heads.get(label).row, place = lines[line].labels.indexOf(label);
   const moves = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] };
   if (!moves[event.key]) return;
   event.preventDefault();
-  const next = data.rows[line + moves[event.key][0]]?.labels[place + moves[event.key][1]];
+  const next = lines[line + moves[event.key][0]]?.labels[place + moves[event.key][1]];
   if (next) focusHead(next);
 });
-const focusHead = (label) => { for (const button of document.querySelectorAll("#map button")) if (button.dataset.label === label) button.focus(); };
+const focusHead = (label) => { if (buttons.has(label)) buttons.get(label).focus(); };
 
 function drawTable() {
-  const names = ["label", "kind", ...data.columns.map((column) => column.name), "status"];
+  const names = ["label", ...all.some((head) => head.kind !== null) ? ["kind"] : [], ...data.columns.map((column) => column.name), "status"];
   const line = document.querySelector("#heads thead tr"); line.replaceChildren();
   for (const name of names) {
     const cell = element("th"), button = element("button", name);
@@ -83,10 +99,10 @@ function drawTable() {
     cell.append(button); line.append(cell);
   }
   const wanted = byId("filter").value.trim().toLowerCase();
-  const rows = data.heads.filter((head) => !wanted || [head.label, head.kind, head.module, head.status].join(" ").toLowerCase().includes(wanted));
+  const rows = all.filter((head) => !wanted || [head.label, head.kind, head.module, head.status].join(" ").toLowerCase().includes(wanted));
   rows.sort((one, other) => { const a = one[order.name], b = other[order.name]; if (a === null) return 1; if (b === null) return -1; const way = typeof a === "string" ? a.localeCompare(b, undefined, { numeric: true }) : a - b; return order.down ? -way : way; });
   const most = 2000;
-  byId("count").textContent = rows.length + " of " + data.heads.length + " heads" + (rows.length > most ? ", the first " + most + " shown" : "");
+  byId("count").textContent = rows.length + " of " + all.length + " heads" + (rows.length > most ? ", the first " + most + " shown" : "");
   const body = document.querySelector("#heads tbody"); body.replaceChildren();
   for (const head of rows.slice(0, most)) {
     const row = element("tr", undefined, head.label === chosen ? "chosen" : "");
@@ -106,7 +122,11 @@ function drawTable() {
 function drawEdges() {
   const head = heads.get(chosen);
   byId("head-title").textContent = chosen ? "Head " + chosen : "A head";
-  byId("head-note").textContent = head ? head.module + " · the " + data.shown + " strongest pairs of each direction over all windows; the files hold more" : "";
+  const here = head && data.edges[chosen], known = Object.keys(data.edges).length > 0;
+  const note = here ? "the " + data.shown + " strongest pairs of each direction " + byId("head-note").dataset.pairs : known ? "its pairs are in the files" : "this run kept no maps and no pairs";
+  byId("head-note").textContent = head ? head.module + " · " + note : "";
+  byId("map-part").hidden = !Object.keys(data.maps).length;
+  byId("pair-part").hidden = !known;
   for (const direction of ["routed", "anti_routed"]) {
     const table = byId(direction); table.replaceChildren();
     const top = element("thead"), line = element("tr");
@@ -115,7 +135,7 @@ function drawEdges() {
     const body = element("tbody");
     for (const edge of (data.edges[chosen] || {})[direction] || []) {
       const row = element("tr");
-      for (const side of [0, 1]) { const cell = element("td", undefined, "text"); cell.append(element("span", spelled(edge[side]), "token"), element("span", " " + edge[side + 2], "soft")); row.append(cell); }
+      for (const side of [0, 1]) { const cell = element("td", undefined, "text"); const word = element("span", spelled(edge[side]), "token"); word.title = word.textContent; cell.append(word, element("span", " " + edge[side + 2], "soft")); row.append(cell); }
       for (const value of edge.slice(4)) row.append(element("td", format(value)));
       body.append(row);
     }
@@ -135,9 +155,9 @@ function drawEdges() {
 
 let cells = null, cursor = null;
 async function drawHead() {
-  const label = chosen, one = data.maps.heads[label], canvas = byId("canvas"), pen = canvas.getContext("2d");
+  const label = chosen, one = data.maps[label], canvas = byId("canvas"), pen = canvas.getContext("2d");
   cells = null; cursor = null;
-  if (!one) { pen.clearRect(0, 0, canvas.width, canvas.height); byId("hover").textContent = "This head has no map."; return; }
+  if (!one) { pen.clearRect(0, 0, canvas.width, canvas.height); byId("hover").textContent = "This head's map is in the files."; return; }
   const bytes = await inflated(one.data);
   if (label !== chosen) return;
   const [rows, columns] = one.cells, count = rows * columns;
@@ -176,15 +196,19 @@ function paint() {
   byId("canvas-high").textContent = format(top) + (signed ? " loss" : " (square-root scale)");
   byId("canvas-bar").style.background = gradient(tint);
 }
-async function overlay(edges, label) {
-  const bytes = await inflated(edges.data), count = edges.count;
-  if (!cells || label !== chosen) return;
-  const view = new DataView(bytes.buffer), canvas = byId("canvas"), pen = canvas.getContext("2d");
-  const [queries, keys] = cells.length;
+async function pairs(edges) {  // [query, key, score as an 8-bit number] of every one
+  const bytes = await inflated(edges.data), view = new DataView(bytes.buffer), { count, wide } = edges, size = wide ? 4 : 2;
+  const read = (place) => wide ? view.getUint32(size * place, true) : view.getUint16(size * place, true);
+  const scores = new Int8Array(bytes.buffer, (2 * size + 1) * count, count), found = [];
   let query = 0;
-  for (let place = 0; place < count; place++) {
-    query = (query + view.getUint16(2 * place, true)) & 65535;
-    const key = view.getUint16(2 * (count + place), true), score = new Int8Array(bytes.buffer, 5 * count, count)[place];
+  for (let place = 0; place < count; place++) { query += read(place); found.push([query, read(count + place), scores[place]]); }
+  return found;
+}
+async function overlay(edges, label) {
+  const found = await pairs(edges);
+  if (!cells || label !== chosen) return;
+  const canvas = byId("canvas"), pen = canvas.getContext("2d"), [queries, keys] = cells.length;
+  for (const [query, key, score] of found) {
     pen.fillStyle = score < 0 ? "rgba(230,120,0,.9)" : "rgba(0,140,255,.9)";
     pen.fillRect(Math.floor(key * canvas.width / keys), Math.floor(query * canvas.height / queries), 1, 1);
   }
@@ -216,23 +240,52 @@ byId("canvas").addEventListener("keydown", (event) => {
   describe(row + moves[event.key][0], column + moves[event.key][1]);
 });
 
-function drawCourse() {
-  if (!data.history.steps || data.history.steps.length < 2) return;
-  byId("course-section").hidden = false;
-  const name = byId("column").value, own = data.history.heads[chosen] || {}, values = own[name] || [];
-  const known = values.filter((value) => value !== null);
-  const low = Math.min(...known), high = Math.max(...known), steps = data.history.steps, box = byId("course");
-  box.replaceChildren();
-  const picture = byId("course-picture").cloneNode(false);
-  const line = document.createElementNS(picture.namespaceURI, "polyline");
+// a picture of lines [{steps, values, own, name}] with its ends written beside it; on a log scale what is not positive is left out
+function drawn(all, title, log) {
+  const scaled = (value) => log ? Math.log(value) : value, fits = (value) => value !== null && value !== undefined && (!log || value > 0);
+  const known = all.flatMap((line) => line.values.filter(fits)), steps = all.flatMap((line) => line.steps);
+  const low = known.reduce((least, value) => Math.min(least, value), Infinity), high = known.reduce((most, value) => Math.max(most, value), -Infinity);
+  const first = steps.reduce((least, step) => Math.min(least, step), Infinity), last = steps.reduce((most, step) => Math.max(most, step), -Infinity);
+  const box = element("figure", undefined, "lines"), picture = byId("course-picture").cloneNode(false);
   for (const name of ["id", "hidden", "width", "height"]) picture.removeAttribute(name);
   picture.setAttribute("viewBox", "0 0 1000 240"); picture.setAttribute("preserveAspectRatio", "none"); picture.setAttribute("role", "img");
-  picture.setAttribute("aria-label", name + " of " + chosen + " over training");
-  const points = steps.map((step, place) => values[place] === null || values[place] === undefined ? null : [10 + 980 * (step - steps[0]) / (steps[steps.length - 1] - steps[0]), 230 - 220 * (high > low ? (values[place] - low) / (high - low) : 0.5)]).filter((point) => point);
-  line.setAttribute("points", points.map((point) => point.join(",")).join(" "));
-  line.setAttribute("fill", "none"); line.setAttribute("stroke", "currentColor"); line.setAttribute("stroke-width", "2"); line.setAttribute("vector-effect", "non-scaling-stroke");
-  picture.append(line); box.append(picture);
-  byId("course-note").textContent = name + " of " + chosen + ", steps " + steps[0] + " to " + steps[steps.length - 1] + "; " + format(low) + " to " + format(high);
+  picture.setAttribute("aria-label", title);
+  const across = (step) => last > first ? 10 + 980 * (step - first) / (last - first) : 500;
+  const up = (value) => 230 - 220 * (high > low ? (scaled(value) - scaled(low)) / (scaled(high) - scaled(low)) : 0.5);
+  for (const line of all) {
+    const shape = document.createElementNS(picture.namespaceURI, line.own ? "polyline" : "path");
+    const points = line.values.map((value, place) => fits(value) ? [across(line.steps[place]).toFixed(1), up(value).toFixed(1)] : null).filter((point) => point);
+    if (!points.length) continue;
+    const text = points.map((point) => point.join(",")).join(line.own ? " " : " L");
+    shape.setAttribute(line.own ? "points" : "d", line.own ? text : "M" + text);
+    shape.setAttribute("class", line.own ? "own" : "other"); shape.setAttribute("vector-effect", "non-scaling-stroke");
+    if (line.name) { const name = document.createElementNS(picture.namespaceURI, "title"); name.textContent = line.name; shape.append(name); }
+    picture.append(shape);
+  }
+  const named = (value) => known.length ? format(value) : "–";
+  box.append(element("figcaption", title + (log ? ", log scale" : "")), element("span", named(high), "soft high"), picture, element("span", named(low), "soft low"), element("span", "step " + first, "soft first-step"), element("span", String(last), "soft last-step"));
+  return { box, low, high };
+}
+const MOST = 60;  // other heads' courses behind the chosen one's
+function drawCourse() {
+  const { steps } = data.history;
+  if (!steps || steps.length < 2) return;
+  byId("course-section").hidden = false;
+  byId("course-controls").hidden = false;
+  const name = byId("column").value, own = (data.history.heads[chosen] || {})[name];
+  const others = Object.entries(data.history.heads).filter(([label, values]) => label !== chosen && values[name]).slice(0, MOST);
+  const shown = others.map(([label, values]) => ({ steps, values: values[name], name: label }));
+  if (own) shown.push({ steps, values: own, own: true, name: chosen });
+  const { box } = drawn(shown, name + " of " + chosen, byId("course-log").checked);
+  byId("course").replaceChildren(box);
+  const behind = others.length ? "; behind it " + (others.length === all.length - 1 ? "all" : others.length) + " other heads" : "";
+  const values = (own || []).filter((value) => value !== null);
+  byId("course-note").textContent = own && values.length ? name + " of " + chosen + ", steps " + steps[0] + " to " + steps[steps.length - 1] + ": " + format(values[0]) + " to " + format(values[values.length - 1]) + behind + ". One run: no interval." : "The course of " + chosen + " is not known, or is in the files.";
+}
+function drawCurves() {
+  if (!data.curves.length) return;
+  byId("course-section").hidden = false;
+  for (const { name, lines } of data.curves) byId("curves").append(drawn(lines.map((line) => ({ ...line, own: true, name: line.run })), name, false).box);
 }
 
 let plotted = null;
@@ -257,12 +310,13 @@ async function drawCloud() {
   await plotted.react(byId("cloud"), [trace], layout, { displaylogo: false, responsive: true });
 }
 
-function choose(label) { chosen = label; drawMap(); drawTable(); drawEdges(); drawHead(); drawCourse(); }
+function choose(label) { chosen = label; mark(); drawEdges(); drawHead(); drawCourse(); }
 byId("column").addEventListener("change", () => { drawMap(); drawCourse(); });
 byId("filter").addEventListener("input", drawTable);
 byId("kind").addEventListener("change", drawHead);
+byId("course-log").addEventListener("change", drawCourse);
 byId("overlay").addEventListener("change", drawHead);
 byId("cloud-of").addEventListener("change", drawCloud);
 byId("cloud-axes").addEventListener("change", drawCloud);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCloud);
-drawMap(); drawTable(); drawEdges(); drawHead(); drawCourse(); drawCloud();
+drawMap(); drawTable(); drawEdges(); drawHead(); drawCourse(); drawCurves(); drawCloud();

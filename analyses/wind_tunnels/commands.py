@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,12 +74,17 @@ def train(
         bool | None,
         typer.Option("--distilled/--sampled", help="Exact predictives as targets, or draws; default: the preset's."),
     ] = None,
+    watch: Annotated[
+        int | None,
+        typer.Option("--watch", min=1, help="Watch every head at every n-th step; `report FOLDER` draws them."),
+    ] = None,
 ) -> None:
     """Train a model in a tunnel; a killed run continues with --resume and loses one interval at most."""
     with _one_sentence():
         from .recipes import recipe
         from .registry import tunnel
         from .training import train as run
+        from .training import train_watched
 
         task, chosen = tunnel(name), recipe(name, preset)
         targets = ""
@@ -88,7 +94,10 @@ def train(
         folder = Path(f"tunnel-{name}") if out is None else out
         command = f"advantage-probe tunnel train {name} --preset {preset}{targets} --out {folder}"
         shown = sys.stderr.isatty()
-        _, curve = run(task, chosen, folder, name=name, command=command, resume=resume, progress=shown, device=device)
+        watched = run if watch is None else partial(train_watched, every=watch)
+        _, curve = watched(
+            task, chosen, folder, name=name, command=command, resume=resume, progress=shown, device=device
+        )
         last = curve[-1]
         typer.echo(
             f"{name}: entropy error {last['entropy_error']:.4f} bits, KL {last['kl']:.5f} bits "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from ...probe.watch import Watch, watch
 from .bits import asked, entropy_bits, kl_bits
 from .checkpoints import load_run, save_model, save_run
 from .errors import TunnelError, UnusableCheckpoint
@@ -23,6 +24,7 @@ from .models import build, logits, parameter_count
 from .protocol import Episodes, Tunnel
 from .recipes import Recipe
 
+HISTORY = "history"  # the folder in a run's folder that holds what became of its heads
 HELD_OUT_SEED = 2**40  # far from every training step's seed
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -40,13 +42,15 @@ def train(
     forward: Forward = logits,
     progress: bool = False,
     device: str = "cpu",
+    seen: Watch | None = None,
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Train a model of `recipe.shape` (or `model`) on `tunnel`; returns it in eval mode with the curve.
 
     Every `interval` steps (default: a fiftieth of the run) the held-out error is appended to the curve and, with a
     `folder`, the run is saved atomically; `resume` continues from there. A curve row holds step, loss (nats, mean
     since the row before), entropy_error and kl (bits). Raises `UnusableCheckpoint` if the saved run had other
-    settings, `TunnelError` if the loss stops being finite.
+    settings, `TunnelError` if the loss stops being finite. `seen` is a watch of `model`, told of every step; see
+    `train_watched`.
     """
     interval = interval or max(1, recipe.steps // 50)
     model = build(recipe.shape, tunnel, recipe.seed) if model is None else model
@@ -79,6 +83,8 @@ def train(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimiser.step()
+        if seen is not None:
+            seen.step(loss_weight=1 / int((episodes.targets >= 0).sum()))
         total += loss.item()
         if not math.isfinite(total):
             raise TunnelError(f"the loss is {loss.item()} at step {step}: lower the learning rate")
@@ -88,6 +94,8 @@ def train(
             row = {"step": step + 1, "loss": total / since, "entropy_error": error, "kl": divergence}
             curve.append({key: round(value, 6) for key, value in row.items()})
             total = 0.0
+            if seen is not None:
+                seen.flush()
             if folder is not None:
                 state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
                 save_run(folder, {"identity": identity, "step": step + 1, "curve": curve, **state})
@@ -95,6 +103,17 @@ def train(
     if folder is not None:
         save_model(folder, model, card(name, recipe, command, curve, model))
     return model, curve
+
+
+def train_watched(
+    tunnel: Tunnel, recipe: Recipe, folder: Path, every: int, *, resume: bool = False, **settings: Any
+) -> tuple[nn.Module, list[dict[str, float]]]:
+    """As `train`, with every head watched at every n-th step; their history lies in the folder beside the run."""
+    model = build(recipe.shape, tunnel, recipe.seed)
+    saved = load_run(folder) if resume else None
+    with watch(model, every=every, history=folder / HISTORY) as seen:
+        seen.seek(0 if saved is None else int(saved["step"]))
+        return train(tunnel, recipe, folder, resume=resume, model=model, seen=seen, **settings)
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ import pytest
 
 from advantage_probe.analyses.analyze import Run
 from advantage_probe.analyses.maps import FINE, POOLED, HeadMap, Maps
-from advantage_probe.analyses.page import SHOWN
 from advantage_probe.analyses.report import LIMIT, html
+from advantage_probe.analyses.shown_columns import SHOWN
 from advantage_probe.probe.statistics import SUMS
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -110,18 +111,6 @@ def test_the_page_of_144_heads_and_2048_tokens_stays_under_five_megabytes() -> N
     assert "pooled to at most 64 × 64 cells" in page
 
 
-def test_ten_thousand_heads_leave_maps_of_the_strongest_and_say_so() -> None:
-    run = made(100, 100, 8, edges=1, everything=False)
-    page = html(run)
-    assert len(page.encode("utf-8")) <= 3 * LIMIT
-    assert "Maps and pairs are here for the 1,000 heads of largest routing pressure of 10,000." in page
-    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
-    assert len(data["heads"]) == 10_000
-    assert len(data["maps"]["heads"]) == len(data["points"]) == 1_000
-    strongest = run.heads.sort_values("routing_pressure")["label"].iloc[-1]
-    assert strongest in data["maps"]["heads"]
-
-
 @pytest.fixture(scope="module")
 def browser():
     from playwright.sync_api import sync_playwright
@@ -139,21 +128,26 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def opened(browser, file: Path):
+    """A file in a new page, and the list of what it logs as an error or asks the network for."""
+    found = browser.new_context(viewport={"width": 1200, "height": 900}).new_page()
+    trouble: list[str] = []
+    found.on("console", lambda message: trouble.append(message.text) if message.type == "error" else None)
+    found.on("pageerror", lambda error: trouble.append(str(error)))
+    found.on("request", lambda request: trouble.append(request.url) if request.url.startswith("http") else None)
+    found.goto(file.as_uri())
+    return found, trouble
+
+
 @pytest.fixture
 def page(browser, file):
     """The page, opened; what it logged and what it asked for is checked at the end."""
-    context = browser.new_context(viewport={"width": 1200, "height": 900})
-    opened = context.new_page()
-    trouble: list[str] = []
-    opened.on("console", lambda message: trouble.append(message.text) if message.type == "error" else None)
-    opened.on("pageerror", lambda error: trouble.append(str(error)))
-    opened.on("request", lambda request: trouble.append(request.url) if request.url.startswith("http") else None)
-    opened.goto(file.as_uri())
-    opened.wait_for_function("window.Plotly && document.querySelector('#cloud .plotly, #cloud canvas, #cloud svg')")
-    yield opened
+    found, trouble = opened(browser, file)
+    found.wait_for_function("window.Plotly && document.querySelector('#cloud .plotly, #cloud canvas, #cloud svg')")
+    yield found
     assert not trouble
-    assert opened.evaluate("window.broken") is None
-    context.close()
+    assert found.evaluate("window.broken") is None
+    found.context.close()
 
 
 def labels(page) -> list[str]:
@@ -260,12 +254,100 @@ def test_the_manifold_changes_axes_zooms_and_hovers(page) -> None:
 
 
 @needs_browser
-def test_training_is_drawn_for_the_chosen_head_and_column(page) -> None:
+def test_training_is_drawn_for_the_chosen_head_and_column_with_the_others_behind_it(page) -> None:
     assert page.locator("#course svg polyline").count() == 1
+    assert page.locator("#course svg path").count() == 15
     page.select_option("#column", "coherence")
     assert "coherence of" in page.inner_text("#course-note")
     points = page.locator("#course svg polyline").get_attribute("points")
     assert len(points.split(" ")) == 9
+    page.select_option("#column", "routing_pressure")
+    label = page.inner_text("#head-title").removeprefix("Head ")
+    values = page.evaluate(f"data.history.heads['{label}'].routing_pressure")
+    assert page.inner_text("#course figcaption") == f"routing_pressure of {label}"
+    page.check("#course-log")
+    assert page.inner_text("#course figcaption") == f"routing_pressure of {label}, log scale"
+    points = page.locator("#course svg polyline").get_attribute("points").split(" ")
+    heights = [230 - float(point.split(",")[1]) for point in points]
+    everyone = page.evaluate("Object.values(data.history.heads).flatMap((head) => head.routing_pressure)")
+    low, high = np.log(min(everyone)), np.log(max(everyone))
+    assert heights == pytest.approx(220 * (np.log(values) - low) / (high - low), abs=0.1)
+
+
+@needs_browser
+def test_a_page_without_maps_pairs_and_texts_shows_no_empty_room_for_them(browser, tmp_path: Path) -> None:
+    full = made(2, 3, 20, edges=4)
+    rows = full.more["history"]
+    heads = rows[rows["step"] == 8].drop(columns=["kind", "alignment_low"])
+    curve = pd.DataFrame({"step": [0, 4, 8], "loss (nats)": [3.0, 2.0, 1.5]})
+    bare = pd.DataFrame()
+    more = {"history": rows, "curve": curve}
+    (tmp_path / "page.html").write_text(
+        html(Run(heads, bare, bare, bare, bare, {"model": "m"}, more=more)), encoding="utf-8"
+    )
+    page, trouble = opened(browser, tmp_path / "page.html")
+    for part in ("#map-part", "#pair-part", "#manifold-section"):
+        assert not page.locator(part).is_visible(), part
+    assert page.locator("#curves figure svg polyline").count() == 1
+    assert "this run kept no maps and no pairs" in page.inner_text("#head-note")
+    page.locator("#map button[data-label=L1H2]").click()
+    assert page.inner_text("#course figcaption") == "routing_pressure of L1H2"
+    assert "kind" not in page.locator("#heads thead th").all_inner_texts()
+    assert not trouble
+    page.context.close()
+
+
+@needs_browser
+@pytest.mark.parametrize("length", [65_536, 65_537, 200_000])
+def test_pairs_of_long_texts_keep_their_positions(browser, length: int, tmp_path: Path) -> None:
+    run = made(1, 4, 32, edges=30)
+    scale = (length - 1) / int(run.edges["query_position"].max())
+    far = run.edges.assign(
+        **{name: (run.edges[name] * scale).round().astype(int) for name in ("query_position", "key_position")}
+    )
+    assert far["query_position"].max() == length - 1
+    (tmp_path / "page.html").write_text(html(replace(run, edges=far)), encoding="utf-8")
+    page, trouble = opened(browser, tmp_path / "page.html")
+    for label, rows in far.groupby("label"):
+        expected = (
+            rows[["query_position", "key_position"]].sort_values(["query_position", "key_position"]).values.tolist()
+        )
+        found = page.evaluate(f"pairs(data.points['{label}'])")
+        assert [row[:2] for row in found] == expected
+        assert page.evaluate(f"data.points['{label}'].wide") == (rows["query_position"].max() > 65_535)
+    assert not trouble
+    page.context.close()
+
+
+@needs_browser
+def test_a_page_of_ten_thousand_heads_is_small_opens_and_says_what_it_leaves_out(browser, tmp_path: Path) -> None:
+    run = made(100, 100, 64, edges=4)
+    text = html(run)
+    assert len(text.encode("utf-8")) < LIMIT
+    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    assert len(data["heads"]["label"]) == 10_000
+    assert 50 < data["drawn"] < 10_000
+    assert (
+        f"maps, pairs and words are here for the {data['drawn']:,} heads of largest routing pressure of 10,000." in text
+    )
+    strongest = run.heads.sort_values("routing_pressure", ascending=False)["label"].tolist()
+    assert set(data["maps"]) == set(data["edges"]) == set(strongest[: data["drawn"]])
+    courses = len(data["history"]["heads"])
+    assert f"Courses are drawn at 9 of 9 steps, of {courses:,} of 10,000 heads." in text
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    page, trouble = opened(browser, tmp_path / "page.html")
+    assert page.locator("#map button").count() == 10_000
+    assert page.inner_text("#head-title") == f"Head {strongest[0]}"
+    assert page.inner_text("#count") == "10000 of 10000 heads, the first 2000 shown"
+    page.locator(f"#map button[data-label={strongest[1]}]").click()
+    assert page.locator("#map td.chosen").count() == 1
+    assert page.locator("#heads tr.chosen td").first.inner_text() == strongest[1]
+    page.fill("#filter", strongest[-1])
+    page.locator(f"#heads tr[data-label={strongest[-1]}]").click()
+    page.wait_for_function("byId('hover').textContent === \"This head's map is in the files.\"")
+    assert "its pairs are in the files" in page.inner_text("#head-note")
+    assert not trouble
+    page.context.close()
 
 
 @needs_browser
@@ -288,6 +370,20 @@ def test_nothing_is_blank_and_nothing_sticks_out_in_any_theme_or_width(browser, 
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(int(part) for part in ground[4:-1].split(",")) > 380) == (scheme == "light")
     context.close()
+
+
+@needs_browser
+def test_a_token_that_turns_the_direction_of_writing_turns_nothing_else(page) -> None:
+    further = page.evaluate(
+        """() => {
+            const all = [...document.querySelectorAll("#routed .token")];
+            const token = all.find((node) => node.textContent.includes("\\u202e"));
+            const after = document.createRange();
+            after.selectNodeContents(token.nextSibling);
+            return after.getBoundingClientRect().left - token.getBoundingClientRect().left;
+        }"""
+    )
+    assert further > 0
 
 
 @needs_browser

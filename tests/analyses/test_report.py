@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -60,6 +61,13 @@ def test_the_page_is_one_file_that_fetches_nothing(result) -> None:
     assert '<meta charset="utf-8">' in page
 
 
+def test_the_record_says_what_was_captured_and_the_page_without_it_does_not_guess(result) -> None:
+    assert result.record["not_captured"] == {}
+    assert "every attention module was captured." in html(result)
+    old = replace(result, record={name: value for name, value in result.record.items() if name != "not_captured"})
+    assert "which modules were not captured is not on its record." in html(old)
+
+
 def test_strings_stay_text(result) -> None:
     page = html(result)
     assert page.count("<script") == 3  # data, plotly's packed source, the page's own
@@ -75,8 +83,11 @@ def test_the_page_holds_every_head_and_valid_json(result) -> None:
     assert "NaN" not in raw
     assert "Infinity" not in raw
     data = json.loads(raw)
-    assert [head["label"] for head in data["heads"]] == list(result.heads["label"])
-    assert [len(row["labels"]) for row in data["rows"]] == [4, 4]
+    assert data["heads"]["label"] == list(result.heads["label"])
+    assert data["rows"] == ["L0", "L1"]
+    assert data["heads"]["row"] == [0] * 4 + [1] * 4
+    status = data["heads"]["status"]
+    assert [status["texts"][code] for code in status["codes"]] == list(result.heads["status"])
 
 
 def test_frames_come_back_as_they_were(result, tmp_path) -> None:

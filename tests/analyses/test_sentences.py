@@ -5,32 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from sums import table
 
 from advantage_probe.analyses import sentences as said
-from advantage_probe.probe.statistics import SUMS
+from advantage_probe.analyses.resampled import FEWEST, resampled
 
-PLAIN = (("", "decoder_self"),)
 BOTH = (("encoder", "encoder_self"), ("decoder", "decoder_self"), ("decoder", "cross"))
-
-
-def table(
-    sequences: int = 20, heads: int = 4, layers: int = 2, stacks=PLAIN, hidden=(), seed: int = 0, **factors: float
-) -> pd.DataFrame:
-    """Sums of equal heads; `hidden`: (layer, head) whose weights are not known."""
-    generator = np.random.default_rng(seed)
-    numbers = [int(number) for number in generator.integers(0, 2**62, sequences)]
-    rows = []
-    for number in numbers:
-        for stack, kind in stacks:
-            name = f"{stack}." * bool(stack) + "x" * (kind == "cross")
-            for layer in range(layers):
-                for head in range(heads):
-                    row = {"sequence": f"{number:016x}", "module": f"{name}{layer}", "use": 0, "head": head}
-                    row |= {"label": f"{name}L{layer}H{head}", "layer": layer, "stack": stack, "kind": kind}
-                    row |= {part: generator.chisquare(4) * factors.get(part, 1.0) for part in SUMS}
-                    row |= {"queries": 10, "hidden_queries": 10 * ((layer, head) in hidden)}
-                    rows.append(row)
-    return pd.DataFrame(rows)
 
 
 def edges(label: str) -> pd.DataFrame:
@@ -45,52 +25,50 @@ def edges(label: str) -> pd.DataFrame:
     return pd.DataFrame([row | {"query_position": 1, "key_position": 0}])
 
 
-def test_a_head_that_is_ten_times_as_strong_is_named_and_equal_heads_are_not() -> None:
+def test_a_head_that_is_ten_times_as_strong_is_named_with_how_much_it_is_elsewhere_and_equal_heads_are_not() -> None:
     rows = table(40)
-    there = rows["label"] == "L1H2"
-    rows.loc[there, "score_square"] *= 100
-    found = said.resampled(rows)
-    assert "lie L1H2 (by " in said.where(found)
-    least = found.least_above("routing_pressure")
-    assert [name for name, value in least.items() if value > 0] == ["L1H2"]
-    values = dict(zip(found.labels, found.whole["routing_pressure"], strict=True))
-    assert 0 < least["L1H2"] < values["L1H2"] - sorted(values.values())[len(values) // 2]
-
-
-@pytest.mark.parametrize("sequences", [12, 20])
-def test_of_equal_heads_one_is_named_in_few_trials(sequences: int) -> None:
-    named = [
-        bool(said.resampled(table(sequences, heads=6, seed=seed)).singled_out("routing_pressure")[0])
-        for seed in range(60)
-    ]
-    assert np.mean(named) <= 0.1  # of 5 %, with 60 trials
+    rows.loc[rows["label"] == "L1H2", "score_square"] *= 100
+    found = resampled(rows)
+    assert found.singled_out("routing_pressure") == (["L1H2"], 40)
+    text = said.where(found)
+    assert "picked on one half of the 40 sequences, estimated on the other" in text
+    # by hand: the half that estimates is every second sequence in the order of their identities
+    others = sorted(rows["sequence"].unique())[1::2]
+    sums = rows[rows["sequence"].isin(others)].groupby("label")["score_square"].sum()
+    expected = float(np.sqrt(sums["L1H2"]) / np.sqrt(sums).median())
+    assert f"against the median head's routing pressure, all heads asked at once, L1H2 has {expected:.3g} [" in text
+    share = sums[[name for name in sums.index if name.startswith("L1")]].sum() / sums.sum()
+    assert f"layer 1 holds {share:.0%} [" in text
 
 
 def test_stacks_and_cross_attention_have_layers_of_their_own() -> None:
     rows = table(stacks=BOTH)
     rows.loc[rows["kind"] == "cross", "score_square"] *= 50
-    found = said.resampled(rows)
+    found = resampled(rows)
     assert "layer decoder.xL" in said.where(found)
-    assert len(said.share_by_layer(found)) == 6
-    assert sum(share for _, share, _, _ in said.share_by_layer(found)) == pytest.approx(1)
+    shares = said.share_by_layer(found.whole, found.layers)
+    assert len(shares) == 6
+    assert sum(share for _, share, _, _ in shares) == pytest.approx(1)
 
 
 def test_one_head_is_not_told_from_itself() -> None:
-    assert said.where(said.resampled(table(heads=1, layers=1))).endswith(
-        "; a single head has no others to be told from."
-    )
+    assert said.where(resampled(table(heads=1, layers=1))).endswith("; a single head has no others to be told from.")
 
 
 def test_more_sequences_are_asked_for_only_where_more_are_needed() -> None:
-    text = said.where(said.resampled(table()))
+    text = said.where(resampled(table()))
+    assert "not distinguishable from the median head with 20 sequences" in text
     assert int(text.split("about ")[1].split()[0]) > 20
+    few = said.where(resampled(table(7)))
+    assert "%]" not in few
+    assert int(few.split("about ")[1].split()[0]) >= FEWEST
 
 
 @pytest.mark.parametrize("case", ["hidden", "no slope"])
 def test_what_is_not_known_is_said_without_a_number(case: str) -> None:
     everyone = [(layer, head) for layer in range(2) for head in range(4)]
     rows = table(hidden=everyone) if case == "hidden" else table(score_square=0.0)
-    found = said.resampled(rows)
+    found = resampled(rows)
     texts = [said.where(found), said.routing_or_content(found), said.writes(found, edges("L0H0"), None)]
     assert "nan" not in " ".join(texts)
     assert "no layer or head can be singled out" in texts[0]
@@ -99,10 +77,44 @@ def test_what_is_not_known_is_said_without_a_number(case: str) -> None:
 
 
 def test_heads_without_a_number_are_not_counted_as_told() -> None:
-    assert " of 6 heads" in said.routing_or_content(said.resampled(table(hidden=[(0, 0), (1, 3)])))
+    assert " of 6 heads" in said.routing_or_content(resampled(table(hidden=[(0, 0), (1, 3)])))
 
 
 def test_an_interval_that_holds_one_is_not_called_equal() -> None:
-    assert "it is not told on which the loss pulls harder" in said.routing_or_content(said.resampled(table()))
-    assert "harder on routing" in said.routing_or_content(said.resampled(table(score_square=1e4)))
-    assert "harder on content" in said.routing_or_content(said.resampled(table(score_square=1e-4)))
+    assert "it is not told on which the loss pulls harder" in said.routing_or_content(resampled(table()))
+    assert "harder on routing" in said.routing_or_content(resampled(table(score_square=1e4)))
+    assert "harder on content" in said.routing_or_content(resampled(table(score_square=1e-4)))
+
+
+def heads(*statuses: str, residual: float = 3e-7) -> pd.DataFrame:
+    return pd.DataFrame({"status": statuses, "law_residual": residual})
+
+
+def test_what_was_not_captured_is_counted_and_named_with_its_reason() -> None:
+    rows = heads("ok", "ok", "no gradient", "non-finite (2 steps)")
+    mixers = {f"layers.{layer}.mixer": "no softmax attention" for layer in range(0, 10, 2)}
+    text = said.believed({"not_captured": {**mixers, "tower.attention": "no attention call was seen"}}, rows)
+    assert (
+        "to 3e-07; 2 of 4 heads are without remark, 1 received no gradient, 1 had numbers that are not finite" in text
+    )
+    assert text.endswith(
+        "6 modules were not captured: layers.0.mixer, layers.2.mixer, layers.4.mixer and 2 more (no softmax attention); "
+        "tower.attention (no attention call was seen)."
+    )
+    assert said.believed({"not_captured": {}}, rows).endswith("every attention module was captured.")
+
+
+def test_a_run_that_does_not_say_what_it_missed_is_not_called_whole() -> None:
+    assert said.believed({}, heads("ok")).endswith("which modules were not captured is not on its record.")
+
+
+def test_numbers_that_were_not_checked_are_not_called_right() -> None:
+    text = said.believed({}, heads("no gradient", "no gradient", residual=float("nan")))
+    assert "nan" not in text
+    assert "no number here is checked; none of the heads is without remark, 2 received no gradient" in text
+
+
+def test_quoted_tokens_are_isolated_from_the_sentence() -> None:
+    rows = edges("L0H0").assign(query_token="\u202eab", key_token=pd.NA)
+    text = said.writes(resampled(table(heads=1, layers=1)), rows, None)
+    assert "from “\u2068\u202eab\u2069” (position 1) to a token without text (position 0)" in text

@@ -138,3 +138,22 @@ def test_hybrids_list_the_layers_that_have_no_softmax_attention(name: str) -> No
     assert set(seen["module"]) == set(watch.heads()["module"])
     assert seen["heads"].sum() == len(watch.heads())
     assert (watch.heads()["status"] == "ok").all()
+    assert len(table) == len(without) + len(seen)
+
+
+@pytest.mark.parametrize(("layers", "missed"), [(None, ["layers.0"]), ([1], [])])
+def test_attention_that_makes_no_call_that_can_be_read_is_listed(layers: list[int] | None, missed: list[str]) -> None:
+    class Attention(torch.nn.Module):
+        """Weighted means that no adapter reads."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = (x @ x.mT).exp()
+            return (scores / scores.sum(-1, keepdim=True)) @ x
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Attention(), torch.nn.MultiheadAttention(8, 2)])})
+    x = torch.randn(1, 5, 8)
+    with ap.watch(model, layers=layers) as watch:
+        (model["layers"][0](x) + model["layers"][1](x, x, x)[0]).sum().backward()
+    status = watch.modules().set_index("module")["status"].astype(str)
+    assert status[status == "no attention call was seen"].index.tolist() == missed
+    assert status["layers.1"] == "softmax attention"

@@ -355,4 +355,4 @@ def test_no_head_is_lost_to_a_logger_because_another_one_has_its_name() -> None:
     names = sorted(name for name in told[0] if name.endswith("/routing_pressure"))
     assert len(names) == 8
     assert "probe/first.H0/routing_pressure" in names
-    assert "probe/layers.0.near.L0H1/routing_pressure" in names
+    assert "probe/layers.0.near.H1/routing_pressure" in names
