@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,12 @@ from ..hooks.refusals import BadRequest, ClosedWatch, NoAttentionSeen, NoGradien
 from ..hooks.site import Site
 from . import frames, inductor, shown
 from .history import History
+from .options import Detail, Options
 from .readings import Readings
 from .state import State
 from .statistics import Sums
 from .steps import Step, Steps, loggers
 from .vectors import Vectors
-
-Detail = Literal["heads", "tokens", "edges"]
 
 
 class Watch(Readings):
@@ -37,38 +36,17 @@ class Watch(Readings):
     Reading (`heads`, `tokens`, `edges`, `updates`, `history`, `state`) works while the watch is open and after.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Iterable[int] | None = None,
-        heads: Iterable[int] | None = None,
-        detail: Detail = "heads",
-        every: int = 1,
-        edges: int = 64,
-        scaler: Any = None,
-        reach_all: bool = False,
-        tokenizer: Any = None,
-        history: str | os.PathLike[str] | None = None,
-        logger: Any = None,
-        fused: bool = False,
-        compiled: bool = False,
-        singly: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options) -> None:
         if not isinstance(model, nn.Module):
             raise BadRequest(f"watch() takes a torch.nn.Module, not {type(model).__name__}.")
-        if detail not in ("heads", "tokens", "edges"):
-            raise BadRequest(f'detail must be "heads", "tokens" or "edges", not {detail!r}.')
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise BadRequest(f"every must be a whole number of steps, at least 1, not {every!r}.")
-        if not isinstance(edges, int) or isinstance(edges, bool) or edges < 1:
-            raise BadRequest(f"edges must be a whole number, at least 1, not {edges!r}.")
-        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
-            raise BadRequest("scaler must be a GradScaler: an object with get_scale().")
         self.model_name = type(model).__name__
-        self.detail, self.every, self.capacity, self.singly = detail, every, edges, singly
-        self.fused, self.compiled = fused, compiled and detail != "edges"
-        self.scaler, self.tokenizer = scaler, tokenizer
-        self.layers, self.selected_heads = _numbers("layers", layers), _numbers("heads", heads)
+        self.detail, self.every, self.capacity = options.detail, options.every, options.edges
+        self.singly, self.fused = options.singly, options.fused
+        self.compiled = options.compiled and options.detail != "edges"
+        self.scaler, self.tokenizer = options.scaler, options.tokenizer
+        self.layers, self.selected_heads = (
+            None if numbers is None else frozenset(numbers) for numbers in (options.layers, options.heads)
+        )
         self._lock = threading.RLock()
         self._error: Exception | None = None
         self._number = 0
@@ -77,14 +55,15 @@ class Watch(Readings):
         self._open, self._closed_steps = State(), State()
         size = sum(parameter.numel() for parameter in model.parameters())
         named = f"{self.model_name} with {size:,} parameters"
-        self._steps = Steps(None if history is None else History(history, named, frames.HISTORY), loggers(logger))
+        history = None if options.history is None else History(options.history, named, frames.HISTORY)
+        self._steps = Steps(history, loggers(options.logger))
         self._weights: set[float | None] = set()
         self._weighed: float | None = None
         self._step_weights: list[float | None] = []
         self._scale: float | None = None
         if self.compiled:
-            inductor.compiled(_computed(model), True, fused)
-        self._attachment = attach(model, self, reach_all=reach_all)
+            inductor.compiled(_computed(model), True, self.fused)
+        self._attachment = attach(model, self, reach_all=options.reach_all)
 
     # -- receiver ----------------------------------------------------------------------------------------------------
 
@@ -346,14 +325,6 @@ def _weight(given: Any) -> float:
     return weight
 
 
-def _numbers(name: str, given: Any) -> frozenset[int] | None:
-    if given is None:
-        return None
-    if isinstance(given, (str, int)) or not all(isinstance(number, int) for number in given):
-        raise BadRequest(f"{name} must be a list of whole numbers, such as {name}=[0, 3], not {given!r}.")
-    return frozenset(given)
-
-
 def watch(
     model: nn.Module,
     layers: Iterable[int] | None = None,
@@ -398,19 +369,7 @@ def watch(
     Raises:
         BadRequest: for arguments that cannot be served. BadInput: for a history of another model or of other columns.
     """
-    return Watch(
-        model,
-        layers,
-        heads,
-        detail,
-        every,
-        edges,
-        scaler,
-        reach_all,
-        tokenizer,
-        history,
-        logger,
-        fused,
-        compiled,
-        singly,
+    options = Options(
+        layers, heads, detail, every, edges, scaler, reach_all, tokenizer, history, logger, fused, compiled, singly
     )
+    return Watch(model, options)
