@@ -62,7 +62,7 @@ class Watch(Readings):
         self._step_weights: list[float | None] = []
         self._scale: float | None = None
         if self.compiled:
-            inductor.compiled(_computed(model), True, self.fused)
+            _prepare(model, self.fused)
         self._attachment = attach(model, self, reach_all=options.reach_all)
 
     # -- receiver ----------------------------------------------------------------------------------------------------
@@ -312,10 +312,12 @@ class Watch(Readings):
             self._complain()
 
 
-def _computed(model: nn.Module) -> torch.dtype:
-    """The dtype of the pass over the heads of a model."""
-    parameter = next(model.parameters(), None)
-    return torch.float64 if parameter is not None and parameter.dtype == torch.float64 else torch.float32
+def _prepare(model: nn.Module, fused: bool) -> None:
+    """Compile the pass now, where the model is on a CPU, so that a machine that cannot is told before any work."""
+    parameter = next(model.parameters(), torch.zeros(()))
+    if parameter.device.type == "cpu":
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        inductor.compiled(dtype, True, fused)
 
 
 def _weight(given: Any) -> float:
