@@ -6,6 +6,7 @@ A run's folder holds `run.pt` (weights, optimiser, step, curve: what resuming ne
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,29 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def make_way(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Ready a folder for a run: one that holds a run is continued, replaced or refused, anything else in it is left alone.
+
+    Raises:
+        UnusableCheckpoint: when it is a file, holds a run and neither was asked for, both were, or it cannot be written.
+    """
+    if resume and overwrite:
+        raise UnusableCheckpoint("--resume continues a run and --overwrite starts it again: give one of the two")
+    held = [folder / name for name in (RUN, WEIGHTS, CARD) if (folder / name).exists()]
+    if held and not (resume or overwrite):
+        raise UnusableCheckpoint(
+            f"{folder} holds a run: continue it with --resume, replace it with --overwrite, or give another --out"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        for path in held if overwrite else ():
+            path.unlink()
+    except OSError as error:
+        raise UnusableCheckpoint(f"{folder} cannot be written ({error.strerror}): give another --out") from error
 
 
 def save_run(folder: Path, state: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import zoo
 from terminal import command as run
 from terminal import refused
 
+from advantage_probe.analyses.export import read_table
 from advantage_probe.hooks import attention_registry
 
 
@@ -252,13 +253,20 @@ def test_a_result_is_never_overwritten_unasked(folder: Path, text: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "result"]
 
 
-def test_an_empty_folder_is_filled_where_it_stands(folder: Path, text: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled_and_the_one_one_stands_in_is_not(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
-    here.mkdir()
-    before = here.stat().st_ino
-    assert run("analyze", folder, "--text", text, "--out", here).returncode == 0
-    assert here.stat().st_ino == before
+    here.mkdir(mode=0o700)
+    assert run("analyze", folder, "--text", text, "--out", here, "--tables", "json").returncode == 0
     assert (here / "report.html").is_file()
+    assert here.stat().st_mode & 0o777 == 0o700
+    assert {path.suffix for path in here.glob("heads.*")} == {".parquet", ".json", ".tex"}
+    pd.testing.assert_frame_equal(read_table(here / "heads.json"), pd.read_parquet(here / "heads.parquet"))
+    refused(run("analyze", folder, "--text", text, "--out", here, "--tables", "xls"), "parquet, csv, json", "'xls'")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    refused(run("analyze", folder, "--text", text, "--out", "."), "the folder you are in")
 
 
 def test_names_with_markup_are_shown_as_they_are(folder: Path, text: Path, tmp_path: Path) -> None:
