@@ -107,13 +107,23 @@ def check_out(out: Path, *, overwrite: bool = False) -> None:
     elif out.is_dir() and (out == Path.cwd() or out.is_mount()):
         which = "the folder you are in" if out == Path.cwd() else "a mount point"
         raise BadInput(f"{str(out)!r} is {which} and cannot be put in place whole; give a folder inside it with --out.")
-    parent = next(folder for folder in out.parents if folder.exists())
+    check_writable(out.parent, "--out")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Refuse a folder, there or still to be made, in which nothing can be written; `option` is how it was named.
+
+    Raises:
+        BadInput: where that is so.
+    """
+    folder = folder.expanduser().absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
     try:
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".probe-"):
+        with tempfile.TemporaryDirectory(dir=there, prefix=".probe-"):
             pass
     except OSError as error:
         reason = error.strerror or error
-        raise BadInput(f"{str(parent)!r} cannot be written ({reason}); choose another folder with --out.") from error
+        raise BadInput(f"{str(there)!r} cannot be written ({reason}); choose another folder with {option}.") from error
 
 
 @contextmanager

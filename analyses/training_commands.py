@@ -95,6 +95,7 @@ def dynamics(
     from .dynamics import report
     from .dynamics.course import load, runs_in
     from .dynamics.saved_models import models_in
+    from .export import check_writable
 
     if checkpoints is not None and (keep, tunnel, seeds, steps) != (None, "", None, None):
         raise BadInput("--checkpoints reads finished runs; leave --keep, --tunnel, --seeds and --steps out.")
@@ -105,6 +106,8 @@ def dynamics(
         raise BadInput(
             "--text goes with a folder of models named checkpoint-N; runs in a tunnel make their own episodes."
         )
+    if keep is not None:
+        check_writable(keep, "--keep")
     how = "what was trained is kept: the same line goes on"
     if keep is None and checkpoints is None:
         how = "nothing was kept; with --keep DIR an interrupted run goes on where it was"
