@@ -55,12 +55,24 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         for path in work.rglob("*"):  # some libraries write for the owner's eyes alone
             path.chmod(0o755 if path.is_dir() else 0o644)
         _put(work, out)
-    except OSError as error:
+    except Exception as error:
+        reason = _refused_by_the_disk(error)
+        if not reason:
+            raise
         kept = "what was there is unchanged" if out.is_dir() and any(out.iterdir()) else "nothing was left there"
-        raise BadInput(f"{str(out)!r} could not be written ({error.strerror or error}); {kept}.") from error
+        raise BadInput(f"{str(out)!r} could not be written ({reason}); {kept}.") from error
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def _refused_by_the_disk(error: BaseException) -> str:
+    """Why a file could not be written, "" where that is not what went wrong; safetensors wraps what the system said."""
+    if isinstance(error, BadInput) and isinstance(error.__cause__, OSError):
+        error = error.__cause__
+    if isinstance(error, OSError):
+        return str(error.strerror or error)
+    return str(error) if "os error" in str(error) else ""
 
 
 def _put(work: Path, out: Path) -> None:

@@ -260,6 +260,28 @@ def test_links_and_home_folders_are_not_replaced(tmp_path: Path, monkeypatch: py
         filled(tmp_path / "real", "second")
 
 
+def test_a_full_disk_is_told_with_the_name_that_the_user_gave(tmp_path: Path) -> None:
+    class Wrapped(Exception):
+        """As safetensors words it."""
+
+    for error in (Wrapped("I/O error: No space left on device (os error 28)"), OSError(28, "No space left on device")):
+        with (
+            pytest.raises(BadInput, match=r"run' could not be written .*No space left.*nothing was left there"),
+            export.new_folder(tmp_path / "run"),
+        ):
+            raise error
+    with (
+        pytest.raises(BadInput, match=r"run' could not be written .*No space"),
+        export.new_folder(tmp_path / "run") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(os, "replace", full)
+        export.write_text("x", folder / "inside.txt")
+    with pytest.raises(RuntimeError), export.new_folder(tmp_path / "run"):
+        raise RuntimeError("a mistake of ours stays what it is")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_of_a_run_can_be_read_by_others(tmp_path: Path) -> None:
     with export.new_folder(tmp_path / "run") as folder:
         (folder / "bases").mkdir(mode=0o700)

@@ -220,3 +220,26 @@ def test_a_full_disk_costs_the_files_and_not_the_figures(tmp_path: Path, monkeyp
     refused(result, "No space left on device", "nothing was left there")
     assert json.loads(result.stdout)["seeds"] == [1, 2]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_in_the_middle_of_a_training_keeps_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = recipes.Recipe(Shape("gpt2", 1, 2, 16), steps=20, batch=8, warm_up=4)
+    monkeypatch.setitem(recipes.PRESETS, "tiny", small)
+    write, saved = Path.write_bytes, []
+
+    def filling(path: Path, data: Any) -> int:
+        saved.append(path)
+        if len(saved) > 7:
+            write(path, bytes(data)[:100])
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", filling)
+        result = command("tunnel", "train", "coin", "--out", tmp_path / "coin")
+    refused(result, "run.pt", "No space left on device", "can go on")
+    assert [path.name for path in (tmp_path / "coin").iterdir()] == [checkpoints.RUN]
+    assert checkpoints.load_run(tmp_path / "coin")["step"] == 7
+    assert command("tunnel", "train", "coin", "--out", tmp_path / "coin", "--resume").returncode == 0
