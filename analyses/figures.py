@@ -8,17 +8,21 @@ embedded, and heat maps are rasterised inside vector files so that these stay sm
 from __future__ import annotations
 
 import unicodedata
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike, NDArray
 
 from ..hooks.refusals import BadRequest
 from .export import whole_file, write_table, write_text
+from .paired import quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +41,6 @@ _SETTINGS: dict[str, Any] = {
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "legend.fontsize": 7,
-    "font.family": ["DejaVu Sans", "Noto Sans CJK SC", "Noto Color Emoji", "sans-serif"],
     "axes.linewidth": 0.6,
     "lines.linewidth": 1.1,
     "axes.spines.top": False,
@@ -54,18 +57,18 @@ FORMATS = ("png", "svg", "pdf")
 @contextmanager
 def style() -> Iterator[None]:
     """The settings of this library's figures, for the time of the block."""
-    import logging
-
     import matplotlib
 
-    fonts = logging.getLogger("matplotlib.font_manager")
-    level = fonts.level
-    fonts.setLevel(logging.ERROR)  # one warning per font that is not installed would be a storm
-    try:
-        with matplotlib.rc_context(_SETTINGS):  # type: ignore[arg-type]
-            yield
-    finally:
-        fonts.setLevel(level)
+    with matplotlib.rc_context(_SETTINGS | {"font.family": _families()}):  # type: ignore[arg-type]
+        yield
+
+
+@cache
+def _families() -> list[str]:
+    """DejaVu Sans, and for what it lacks the fonts that are installed: each one missing would be a storm of warnings."""
+    from matplotlib.font_manager import get_font_names
+
+    return ["DejaVu Sans", *[name for name in ("Noto Sans CJK SC", "Noto Color Emoji") if name in get_font_names()]]
 
 
 def axes(width: float = COLUMN, height: float | None = None, ax: Axes | None = None) -> Axes:
@@ -80,6 +83,19 @@ def new_figure(width: float = COLUMN, height: float | None = None) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height if height is not None else 0.75 * width), layout="constrained")
+
+
+def panels(lines: int, columns: int, height: float, width: float = PAGE) -> tuple[Figure, list[Any]]:
+    """A figure of several axes, in reading order, under this library's settings."""
+    with style():
+        figure = new_figure(width, height)
+        return figure, list(np.asarray(figure.subplots(lines, columns)).flat)
+
+
+def title(ax: Axes, text: str) -> None:
+    """A panel's title, in this library's size."""
+    with style():
+        ax.set_title(text, loc="left", fontsize=_SETTINGS["axes.titlesize"])
 
 
 def token(text: object, most: int = 12) -> str:
@@ -107,6 +123,27 @@ def thinned(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return [int(place) for place in np.linspace(0, count - 1, most).round()]
+
+
+def needs(table: pd.DataFrame, *columns: str) -> None:
+    """Refuse a table without one of `columns`; raises `BadRequest`."""
+    missing = [column for column in columns if column not in table]
+    if missing:
+        raise BadRequest(f"The table has no column {missing[0]!r}; it has {', '.join(map(str, table.columns[:8]))}, ….")
+
+
+def over_runs(rows: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean (N,) and half-width (N,) of rows (R,N), one row per run or seed: pointwise 95 %, Student's t.
+
+    The half-width is NaN where fewer than two runs have a value.
+    """
+    numbers = np.atleast_2d(np.asarray(rows, dtype=float))
+    count = np.isfinite(numbers).sum(0)
+    t = np.array([quantile(0.95, int(runs) - 1) if runs > 1 else np.nan for runs in count])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # columns in which nothing is finite
+        mean, deviation = np.nanmean(numbers, 0), np.nanstd(numbers, 0, ddof=1)
+    return mean, np.where(count > 1, t * deviation / np.sqrt(np.maximum(count, 1)), np.nan)
 
 
 def limit(*tables: Any) -> float:

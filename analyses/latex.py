@@ -56,7 +56,7 @@ def heads_table(heads: pd.DataFrame, labels: Sequence[str], caption: str) -> str
     lines = [
         r"% \usepackage{booktabs}",
         r"\begin{table}",
-        r"\centering",
+        r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",  # five columns with intervals fit a page of 6.5 in
         rf"\caption{{{escaped(caption)}}}",
         rf"\begin{{tabular}}{{l{'r' * len(names)}}}",
         r"\toprule",

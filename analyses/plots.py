@@ -15,41 +15,31 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from ..hooks.refusals import BadRequest
-from .figures import COLOURS, COLUMN, DIVERGING, PAGE, SEQUENTIAL, axes, limit, style, thinned, token
+from .figures import COLOURS, COLUMN, DIVERGING, PAGE, SEQUENTIAL, axes, limit, needs, style, thinned, token
+from .plots_learning import arms, by_part, named, over_steps, paths, trajectories, two_timescales
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-UNITS = {
-    "attention_entropy": "nats",
-    "effective_keys": "keys",
-    "usage_effective": "keys",
-    "usage_uniform": "keys",
-    "mean_distance": "tokens",
-    "advantage_std": "loss",
-    "advantage_missed": "loss",
-    "routing_pressure": "loss",
-    "content_pressure": "loss per value unit",
-    "content_relative": "loss",
-    "score_slope": "loss per unit step",
-    "value_slope": "loss per unit step",
-    "kv_value_slope": "loss per unit step",
-    "edge_over_uniform": "loss",
-}
+__all__ = [
+    "along_sequence",
+    "arms",
+    "by_part",
+    "calibration",
+    "head_map",
+    "layer_head",
+    "manifold",
+    "over_steps",
+    "paths",
+    "predicted_actual",
+    "simplex",
+    "trajectories",
+    "two_timescales",
+    "vocabulary",
+]
+
 # columns whose sign means something: drawn on a scale that is symmetric around zero
 SIGNED = ("alignment", "edge_over_uniform", "update_cosine", "score_slope", "value_slope", "kv_value_slope")
-
-
-def named(column: str) -> str:
-    """A column's name with its unit, as an axis says it."""
-    unit = UNITS.get(column)
-    return f"{column} ({unit})" if unit else column
-
-
-def _needs(table: pd.DataFrame, *columns: str) -> None:
-    missing = [column for column in columns if column not in table]
-    if missing:
-        raise BadRequest(f"The table has no column {missing[0]!r}; it has {', '.join(map(str, table.columns[:8]))}, ….")
 
 
 def layer_head(
@@ -68,7 +58,7 @@ def layer_head(
         most: colour limit, so that maps can be compared; see `figures.limit`.
         unresolved: labels of heads to hatch, whose value is not told apart from the others.
     """
-    _needs(heads, column, "label", "head", "module")
+    needs(heads, column, "label", "head", "module")
     rows = list(dict.fromkeys(zip(heads["module"].astype(str), heads["use"], strict=True)))
     width = int(heads["head"].max()) + 1
     grid = np.full((len(rows), width), np.nan)
@@ -167,7 +157,7 @@ def along_sequence(
     tokens: pd.DataFrame, label: str, column: str = "usage", *, sequence: int = 0, ax: Axes | None = None
 ) -> Axes:
     """A key's usage or coherence (or any token column) along one sequence, for one head."""
-    _needs(tokens, column, "label", "sequence", "position", "token")
+    needs(tokens, column, "label", "sequence", "position", "token")
     rows = tokens[(tokens["label"].astype(str) == label) & (tokens["sequence"] == sequence)]
     rows = rows[rows[column].notna()].sort_values("position")
     if rows.empty:
@@ -192,6 +182,7 @@ def manifold(
     pair: tuple[int, int] = (0, 1),
     shares: Sequence[float] | None = None,
     unit: str = "bits",
+    limits: tuple[float, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Values in two of their principal axes, coloured by posterior entropy.
@@ -199,6 +190,7 @@ def manifold(
     Args:
         coordinates (N,k): projections. entropy (N,): colour; None draws one colour.
         pair: which axes. shares: explained share of every axis, for the labels.
+        limits: colours of the least and the largest entropy where panels are compared; the bar is then the caller's.
     """
     points = np.asarray(coordinates, dtype=float)
     if points.ndim != 2 or max(pair) >= points.shape[1]:
@@ -207,107 +199,16 @@ def manifold(
         ax = axes(COLUMN, 2.6, ax)
         colour: dict[str, Any] = {"color": COLOURS[0]}
         if entropy is not None:
-            colour = {"c": np.asarray(entropy, dtype=float), "cmap": SEQUENTIAL}
+            low, high = limits or (None, None)
+            colour = {"c": np.asarray(entropy, dtype=float), "cmap": SEQUENTIAL, "vmin": low, "vmax": high}
         shown = ax.scatter(
             points[:, pair[0]], points[:, pair[1]], s=4, alpha=0.7, linewidths=0, rasterized=True, **colour
         )
         for axis, number in zip((ax.xaxis, ax.yaxis), pair, strict=True):
             share = f", {100 * shares[number]:.0f} %" if shares is not None else ""
             axis.set_label_text(f"axis {number + 1}{share} (value units)")
-        if entropy is not None:
+        if entropy is not None and limits is None:
             ax.figure.colorbar(shown, ax=ax, label=f"posterior entropy ({unit})", shrink=0.9)
-    return ax
-
-
-def trajectories(
-    history: pd.DataFrame,
-    column: str = "routing_pressure",
-    labels: Sequence[str] | None = None,
-    *,
-    logarithmic: bool = True,
-    ax: Axes | None = None,
-) -> Axes:
-    """A column over training, one line per head; `labels` picks heads (default: the seven largest at the end)."""
-    _needs(history, "step", "label", column)
-    table = history.assign(label=history["label"].astype(str))
-    if labels is None:
-        last = table[table["step"] == table["step"].max()].set_index("label")[column].abs()
-        labels = last.sort_values(ascending=False).index[: len(COLOURS)].tolist()
-    missing = set(labels) - set(table["label"])
-    if missing:
-        raise BadRequest(f"The history has no head {sorted(missing)[0]!r}.")
-    from matplotlib.ticker import MaxNLocator
-
-    with style():
-        ax = axes(COLUMN, 2.3, ax)
-        for place, name in enumerate(labels):
-            rows = table[table["label"] == name].sort_values("step")
-            ax.plot(rows["step"].astype(int), rows[column], color=COLOURS[place % len(COLOURS)], label=name)
-        if logarithmic and (table[table["label"].isin(labels)][column] > 0).all():
-            ax.set_yscale("log")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_xlabel("optimizer step")
-        ax.set_ylabel(named(column))
-        ax.legend(ncols=2)
-    return ax
-
-
-def two_timescales(steps: ArrayLike, frame: ArrayLike, precision: ArrayLike, *, ax: Axes | None = None) -> Axes:
-    """Frame (divergence of attention from its end, as a share) and precision (excess loss over Bayes, nats) by step.
-
-    The two have axes of their own, both logarithmic where all is positive; neither shape says which one leads.
-    """
-    with style():
-        ax = axes(COLUMN, 2.3, ax)
-        other = ax.twinx()
-        other.spines["right"].set_visible(True)
-        x = np.asarray(steps, dtype=float)
-        for axis, values, colour, name in (
-            (ax, frame, COLOURS[0], "divergence of attention (share of start)"),
-            (other, precision, COLOURS[1], "excess loss over Bayes (nats)"),
-        ):
-            y = np.asarray(values, dtype=float)
-            axis.plot(x, y, color=colour)
-            axis.set_ylabel(name, color=colour)
-            axis.tick_params(axis="y", colors=colour)
-            if (y[np.isfinite(y)] > 0).all():
-                axis.set_yscale("log")
-        if (x > 0).all():
-            ax.set_xscale("log")
-        ax.set_xlabel("optimizer step")
-    return ax
-
-
-def arms(
-    curves: pd.DataFrame,
-    x: str = "passes",
-    y: str = "heldout_loss",
-    *,
-    oracle: float | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Mean loss of every arm with the range over seeds; `curves` has arm, seed, `x` and `y` columns.
-
-    Args:
-        oracle: a loss to draw across, such as that of the exact filter.
-    """
-    _needs(curves, "arm", "seed", x, y)
-    with style():
-        ax = axes(COLUMN, 2.5, ax)
-        for place, (name, rows) in enumerate(curves.groupby("arm", sort=False, observed=True)):
-            grouped = rows.groupby(x)[y]
-            mean, low, high = grouped.mean(), grouped.min(), grouped.max()
-            colour, dashes = COLOURS[place % len(COLOURS)], ("-", "--", ":")[place // len(COLOURS) % 3]
-            ax.plot(mean.index, mean, color=colour, linestyle=dashes, label=str(name))
-            ax.fill_between(mean.index, low, high, color=colour, alpha=0.15, linewidth=0)
-        if oracle is not None:
-            ax.axhline(oracle, color="0.4", linewidth=0.8, linestyle=":")
-            ax.annotate(
-                "exact filter", (1, oracle), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7
-            )
-        ax.set_xlabel(x.replace("_", " "))
-        ax.set_ylabel(f"{y.replace('_', ' ')} (nats)")
-        ax.legend(ncols=2)
     return ax
 
 
@@ -316,7 +217,7 @@ def calibration(
 ) -> Axes:
     """Error by position, one line per column; `NAME_low` and `NAME_high` are drawn as the interval of NAME."""
     names = list(columns or [name for name in table.columns if not str(name).endswith(("_low", "_high"))])
-    _needs(table, *names)
+    needs(table, *names)
     from matplotlib.ticker import MaxNLocator
 
     with style():
@@ -379,4 +280,27 @@ def predicted_actual(predicted: ArrayLike, actual: ArrayLike, *, ax: Axes | None
         ax.set_yscale("log")
         ax.set_xlabel("predicted change of the loss (nats)")
         ax.set_ylabel("actual change (nats)")
+    return ax
+
+
+def vocabulary(tokens: pd.DataFrame, head: str, *, ax: Axes | None = None) -> Axes:
+    """What one head's values are pushed to say: bars of its mean direction, dotted the 95 % line of random directions.
+
+    Args:
+        tokens: as `probe.vocabulary.vocabulary` gives them.
+    """
+    needs(tokens, "head", "key", "token", "logit", "random_edge")
+    part = tokens[(tokens["head"] == head) & (tokens["key"] == "")].sort_values("logit")
+    if not len(part):
+        raise BadRequest(f"There is no head {head!r}; heads: {', '.join(tokens['head'].unique()[:6])} …")
+    with style():
+        ax = axes(COLUMN, 0.16 * len(part) + 0.9, ax)
+        colours = [COLOURS[1] if value > 0 else COLOURS[0] for value in part["logit"]]
+        ax.barh(range(len(part)), part["logit"], color=colours)
+        ax.set_yticks(range(len(part)), [token(text, 20) for text in part["token"]])
+        for side in (-1, 1):
+            ax.axvline(side * float(part["random_edge"].iloc[0]), color="0.4", linestyle=":", linewidth=0.8)
+        ax.set_xlabel("change of the logit per unit step")
+        ax.set_ylabel("token")
+        ax.set_title(head, loc="left")
     return ax

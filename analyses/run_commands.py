@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Folder = Annotated[Path, typer.Argument(help="A folder that analyze wrote.")]
+from .console import print_json, progress
+from .options import Draws, Json, Seed
+from .options import Run as Folder
 
 
 def add_run_commands(app: typer.Typer) -> None:
@@ -22,38 +23,37 @@ def compare(
     run_a: Folder,
     run_b: Annotated[Path | None, typer.Argument(help="The other folder; leave out with --null.")] = None,
     null: Annotated[bool, typer.Option("--null", help="Hold one half of RUN_A's sequences against the other.")] = False,
-    draws: Annotated[int, typer.Option("--draws", min=200, help="Exchanges that make the null.")] = 999,
-    seed: Annotated[int, typer.Option("--seed", help="Of the exchanges and the halves.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write the table here (.csv or .parquet).")] = None,
+    draws: Draws = 999,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the table: .csv, .parquet or .json.")] = None,
     as_json: Json = False,
 ) -> None:
     """Which heads changed between two runs: sequence by sequence, all heads at once.
 
     Example: advantage-probe compare last-week today
     """
-    import json
-
     from ..hooks.refusals import BadInput
     from .compare import compare as compared
     from .compare import halves
-    from .export import jsonable, write_table
+    from .export import check_table, write_table
     from .stored import open_run
 
     if (run_b is None) != null:
         raise BadInput("Give two run folders, or one and --null.")
-    if out is not None and out.suffix not in (".csv", ".parquet"):
-        raise BadInput(f"--out must end in .csv or .parquet, not {str(out)!r}.")
-    first = open_run(run_a)
-    result = (
-        halves(first, draws=draws, seed=seed)
-        if run_b is None
-        else compared(first, open_run(run_b), draws=draws, seed=seed)
-    )
+    if out is not None:
+        check_table(out)
+    with progress("comparing"):
+        first = open_run(run_a)
+        result = (
+            halves(first, draws=draws, seed=seed)
+            if run_b is None
+            else compared(first, open_run(run_b), draws=draws, seed=seed)
+        )
     if out is not None:
         write_table(result.table, out)
     if as_json:
         found = {"sentence": result.sentence(), "paired": result.paired, "sequences": result.sequences, "draws": draws}
-        print(json.dumps(jsonable({**found, "rows": result.table.to_dict("records")})))
+        print_json({**found, "rows": result.table.to_dict("records")})
         return
     print(result.sentence())
     shown = result.table[result.table["changed"]].sort_values("p").head(20)
@@ -97,21 +97,23 @@ def doctor(as_json: Json = False) -> None:
 
     Example: advantage-probe doctor
     """
-    import json
+    from .doctor import ADAPTERS, examined
 
-    from .doctor import examined
-    from .export import jsonable
+    done = []
 
     def told(row: dict) -> None:
+        done.append(row)
+        note(len(done), len(ADAPTERS), row["adapter"])
         if not as_json:
             print(
                 f"{row['adapter']:48} {row['heads']:3} heads  {row['worst_residual']:8.1e}  {row['verdict']}",
                 flush=True,
             )
 
-    table = examined(told)
+    with progress("examining", len(ADAPTERS)) as note:
+        table = examined(told)
     if as_json:
-        print(json.dumps(jsonable({"adapters": table.to_dict("records")})))
+        print_json({"adapters": table.to_dict("records")})
     if not (table["verdict"] == "ok").all():
         print("something is not as it should be on this machine", file=sys.stderr)
         raise typer.Exit(1)

@@ -23,6 +23,11 @@ _NEEDED = {
     "edges": {"direction", "rank", "query_position", "key_position", "score_gradient", "compatibility"},
     "updates": {"label", "update_norm"},
     "sequences": {"sequence", "module", "use", "head", "queries"},
+    "agreement": {"label", "pairs"},
+    "vocabulary": {"label", "direction", "rank", "token", "strength", "random_edge", "p"},
+    "manifold": {"label", "axis_1", "entropy", "sequence", "position"},
+    "history": {"step", "label"},
+    "truth": {"head"},
 }
 
 
@@ -50,13 +55,16 @@ def open_run(folder: str | Path) -> Stored:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise BadInput(f"The run folder {str(folder)!r} does not exist.")
+        what = "is a file; name the folder it lies in" if path.exists() else "does not exist"
+        raise BadInput(f"The run folder {str(folder)!r} {what}.")
     try:
         record = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"{str(folder)!r} is no run folder: it has no run.json.") from None
     except (ValueError, OSError) as error:
         raise BadInput(f"{str(path / 'run.json')!r} is damaged ({error}); analyse again.") from error
+    if not isinstance(record, dict):
+        raise BadInput(f"{str(path / 'run.json')!r} is damaged (it holds no record); analyse again.")
     version = record.get("format")
     if version != FORMAT:
         made = record.get("advantage_probe", "unknown")
@@ -65,18 +73,21 @@ def open_run(folder: str | Path) -> Stored:
         raise BadInput(
             f"{str(folder)!r} has format {version!r} (written by version {made}), this version reads {FORMAT}; {remedy}."
         )
-    frames = {}
-    for name in FRAMES:
-        file = path / f"{name}.parquet"
-        try:
-            table = pd.read_parquet(file)
-        except FileNotFoundError:
-            raise BadInput(f"{str(folder)!r} has no {name}.parquet; analyse again.") from None
-        except (OSError, pa.ArrowException, ValueError) as error:
-            raise BadInput(f"{str(file)!r} is damaged ({error}); analyse again.") from error
-        missing = _NEEDED[name] - set(table.columns)
-        if missing:
-            raise BadInput(f"{str(file)!r} lacks the column {sorted(missing)[0]!r}; analyse again.")
-        frames[name] = table
-    more = {name: pd.read_parquet(path / f"{name}.parquet") for name in MORE if (path / f"{name}.parquet").is_file()}
+    frames = {name: _table(path, name) for name in FRAMES}
+    more = {name: _table(path, name) for name in MORE if (path / f"{name}.parquet").exists()}
     return Stored(path, record, **frames, maps=Maps.load(path / "maps.safetensors"), more=more)
+
+
+def _table(folder: Path, name: str) -> pd.DataFrame:
+    """One table of a run; raises `BadInput` as `open_run`."""
+    file = folder / f"{name}.parquet"
+    try:
+        table = pd.read_parquet(file)
+    except FileNotFoundError:
+        raise BadInput(f"{str(folder)!r} has no {name}.parquet; analyse again.") from None
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise BadInput(f"{str(file)!r} is damaged ({str(error).splitlines()[0]}); analyse again.") from error
+    missing = _NEEDED[name] - set(table.columns)
+    if missing:
+        raise BadInput(f"{str(file)!r} lacks the column {sorted(missing)[0]!r}; analyse again.")
+    return table

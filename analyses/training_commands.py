@@ -5,35 +5,14 @@ As in `cli.py`, nothing heavy is imported until a command runs, and a user's mis
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-Seeds = Annotated[str | None, typer.Option("--seeds", help="Whole numbers with commas between. [default: five]")]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder for figure and tables; must not exist or be empty.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in --out.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr; nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, whole, note: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(
-        *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=Console(stderr=True)
-    ) as bar:
-        task = bar.add_task(title, total=None, note="")
-        yield lambda done, whole, note: bar.update(task, completed=done, total=whole, note=note)
+from .console import asked, checked, finish, going_on, progress, texts_of
+from .options import Json, Out, Overwrite, Seeds, Tables, Text
 
 
 def numbers(given: str | None, default: tuple[int, ...], option: str) -> tuple[int, ...]:
@@ -52,45 +31,34 @@ def numbers(given: str | None, default: tuple[int, ...], option: str) -> tuple[i
         raise BadInput(f"{option} takes whole numbers with commas between, such as 42,2024, not {given!r}.") from None
 
 
-def as_json(value: Any) -> str:
-    """One object, NaN and infinities as null."""
-    import json
-
-    from .export import jsonable
-
-    return json.dumps(jsonable(value))
-
-
 def em(
     seeds: Seeds = None,
-    steps: Annotated[int, typer.Option("--steps", help="Iterations of every arm.")] = 1_000,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps of each run.")] = 1_000,
     damping: Annotated[float, typer.Option("--damping", help="Part of each closed-form step that is taken.")] = 1.0,
     out: Out = None,
     overwrite: Overwrite = False,
-    json: Json = False,
+    tables: Tables = "parquet,csv",
+    as_json: Json = False,
 ) -> None:
     """EM against SGD on the sticky chain, with the controls that a claim of a speed-up has to survive.
 
     Example: advantage-probe em --out em-report
     """
+    formats = checked(out, tables, overwrite=overwrite)
     from .em import experiment as job
-    from .export import check_out, new_folder
-
-    if out is not None:
-        check_out(out, overwrite=overwrite)
-    with progress("EM against SGD") as note:
-        found = job.run(numbers(seeds, job.SEEDS, "--seeds"), steps, damping=damping, progress=note)
     from .em import report
 
-    if out is not None:
-        with new_folder(out, overwrite=overwrite) as folder:
-            report.write(found, folder)
-    if json:
-        print(as_json(report.summary(found)))
-        return
-    print(report.text(found))
-    if out is not None:
-        print(f"\nfigure: {out}/em.{{png,svg,pdf}}\ntables: {out}/{{arms,paired,curves,trajectories}}.{{parquet,csv}}")
+    with progress("EM against SGD") as note:
+        found = job.run(numbers(seeds, job.SEEDS, "--seeds"), steps, damping=damping, progress=note)
+    finish(
+        lambda folder: report.write(found, folder, formats, asked()),
+        out,
+        overwrite=overwrite,
+        as_json=as_json,
+        found=lambda: report.summary(found),
+        text=lambda: report.text(found),
+        files="figures: {out}/{em,em-values}.{png,svg,pdf}\ntables: {out}/{arms,paired,curves,trajectories}.*",
+    )
 
 
 def dynamics(
@@ -100,7 +68,7 @@ def dynamics(
             "--checkpoints", help="A kept run, a folder of several, or of models named checkpoint-N (--text)."
         ),
     ] = None,
-    text: Annotated[list[str] | None, typer.Option("--text", help="Text file for models named checkpoint-N.")] = None,
+    text: Text = None,
     keep: Annotated[
         Path | None, typer.Option("--keep", help="Keep the trained runs here, each under seed-N; a killed one goes on.")
     ] = None,
@@ -112,12 +80,14 @@ def dynamics(
     ] = True,
     out: Out = None,
     overwrite: Overwrite = False,
-    json: Json = False,
+    tables: Tables = "parquet,csv",
+    as_json: Json = False,
 ) -> None:
     """Frame, precision, pressures, law-following and feedback of training runs, live or from saved checkpoints.
 
     Example: advantage-probe dynamics --seeds 0,1,2,3,4 --keep runs --out dynamics-report
     """
+    formats = checked(out, tables, overwrite=overwrite)
     import tempfile
 
     from ..hooks.refusals import BadInput
@@ -125,20 +95,23 @@ def dynamics(
     from .dynamics import report
     from .dynamics.course import load, runs_in
     from .dynamics.saved_models import models_in
-    from .export import check_out, new_folder
+    from .export import check_writable
 
-    if out is not None:
-        check_out(out, overwrite=overwrite)
     if checkpoints is not None and (keep, tunnel, seeds, steps) != (None, "", None, None):
         raise BadInput("--checkpoints reads finished runs; leave --keep, --tunnel, --seeds and --steps out.")
     if checkpoints is not None and models_in(checkpoints):
-        _saved(checkpoints, text, out, overwrite=overwrite, json=json)
+        _saved(checkpoints, text, out, formats, overwrite=overwrite, as_json=as_json)
         return
     if text:
         raise BadInput(
             "--text goes with a folder of models named checkpoint-N; runs in a tunnel make their own episodes."
         )
-    with tempfile.TemporaryDirectory() as temporary, progress("dynamics") as note:
+    if keep is not None:
+        check_writable(keep, "--keep")
+    how = "what was trained is kept: the same line goes on"
+    if keep is None and checkpoints is None:
+        how = "nothing was kept; with --keep DIR an interrupted run goes on where it was"
+    with tempfile.TemporaryDirectory() as temporary, progress("dynamics") as note, going_on(how):
         if checkpoints is not None:
             folders = runs_in(checkpoints)
         else:
@@ -147,30 +120,35 @@ def dynamics(
         if len({load(folder).but_for_its_seed for folder in folders}) > 1:
             raise BadInput("The runs differ in more than their seed; give runs of one task and recipe.")
         runs = [job.examine(folder, causal=causal, progress=note) for folder in folders]
-    if out is not None:
-        with new_folder(out, overwrite=overwrite) as folder:
-            report.write(runs, folder)
-    if json:
-        print(as_json(report.summary(runs)))
-        return
-    print(report.text(runs))
-    if out is not None:
-        print(f"\nfigure: {out}/dynamics.{{png,svg,pdf}}\ntables: {out}/*.{{parquet,csv}}")
+    finish(
+        lambda folder: report.write(runs, folder, formats, asked()),
+        out,
+        overwrite=overwrite,
+        as_json=as_json,
+        found=lambda: report.summary(runs),
+        text=lambda: report.text(runs),
+        files="figure: {out}/dynamics.{png,svg,pdf}\ntables: "
+        "{out}/{checkpoints,pressures,following,feedback,steps,causal}.*",
+    )
 
 
-def _saved(folder: Path, files: list[str] | None, out: Path | None, *, overwrite: bool, json: bool) -> None:
+def _saved(
+    folder: Path, files: list[str] | None, out: Path | None, formats: Sequence[str], *, overwrite: bool, as_json: bool
+) -> None:
     """`--checkpoints` on models of somebody else's run."""
     from ..hooks.refusals import BadInput
-    from .corpus import read_text
     from .dynamics import saved_models as job
-    from .export import new_folder
 
     if not files:
         raise BadInput(f"{str(folder)!r} holds models named checkpoint-N; give the text to look at with --text FILE.")
-    texts = [(Path(file).name, read_text(file)) for file in files]
     with progress("dynamics") as note:
-        found = job.examine_saved(folder, texts, note)
-    if out is not None:
-        with new_folder(out, overwrite=overwrite) as made:
-            job.write(found, made)
-    print(as_json(job.summary(found)) if json else job.text(found))
+        found = job.examine_saved(folder, texts_of(files), note)
+    finish(
+        lambda made: job.write(found, made, formats, asked()),
+        out,
+        overwrite=overwrite,
+        as_json=as_json,
+        found=lambda: job.summary(found),
+        text=lambda: job.text(found),
+        files="figure: {out}/dynamics.{png,svg,pdf}\ntables: {out}/{checkpoints,pressures}.*",
+    )

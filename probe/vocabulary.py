@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -22,14 +22,11 @@ from torch import Tensor, nn
 from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.projections import output_maps, unembedding
-from ..hooks.refusals import BadRequest, NoGradientReached
+from ..hooks.refusals import NoGradientReached
 from ..hooks.site import Site
 from .blockwise import vectors
 from .naming import label, shared_modules
 from .state import Key
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 DRAWS = 200
 STATES = 24  # token states at which a norm's Jacobian is taken
@@ -100,28 +97,6 @@ class Vocabulary:
 
     tokens: pd.DataFrame
     norms: tuple[str, ...]
-
-    def picture(self, head: str, axes: Axes | None = None) -> Axes:
-        """Bars of one head's mean direction, the random directions' 95 % line beside them.
-
-        Raises:
-            BadRequest: for a head that is not in the table.
-        """
-        part = self.tokens[(self.tokens["head"] == head) & (self.tokens["key"] == "")].sort_values("logit")
-        if not len(part):
-            raise BadRequest(f"There is no head {head!r}; heads: {', '.join(self.tokens['head'].unique()[:6])} …")
-        if axes is None:
-            from matplotlib.figure import Figure
-
-            axes = Figure(figsize=(5.5, 0.3 * len(part) + 1.2), layout="constrained").add_subplot()
-        edge = float(part["random_edge"].iloc[0])
-        colours = ["tab:orange" if value > 0 else "tab:blue" for value in part["logit"]]
-        axes.barh([ascii(token)[1:-1] for token in part["token"]], part["logit"], color=colours)
-        for side in (-edge, edge):
-            axes.axvline(side, color="grey", linestyle=":")
-        axes.set_xlabel("logit per unit step\ndotted: 95 % of random directions' largest token")
-        axes.set_title(f"{head}: what its values are pushed to say")
-        return axes
 
 
 def vocabulary(

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from advantage_probe.analyses.console import progress
 from advantage_probe.analyses.dynamics import course
 from advantage_probe.analyses.dynamics import examined as dynamics
 from advantage_probe.analyses.dynamics import report as dynamics_report
 from advantage_probe.analyses.export import new_folder
-from advantage_probe.analyses.training_commands import progress
 from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -57,7 +57,8 @@ def main() -> None:
         wanted = [replace(course.SMALL, recipe=replace(course.SMALL.recipe, seed=seed)) for seed in SEEDS]
     runs = [examined(given.folder / f"seed-{one.recipe.seed}", one, not given.shipped) for one in wanted]
     with new_folder(given.folder / "report", overwrite=True) as folder:
-        dynamics_report.write(runs, folder)
+        command = f"scripts/dynamics_bijection.py FOLDER{' --shipped' if given.shipped else ''}"
+        dynamics_report.write(runs, folder, command=command)
     print(dynamics_report.text(runs))
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Print the README's tables on EM against SGD from a finished run: scripts/em_figures.py FOLDER, the --out of
-`advantage-probe em`.
+"""Print the README's tables on EM against SGD from a finished run: scripts/em_figures.py FOLDER [PICTURES].
+
+FOLDER is the --out of `advantage-probe em`; its pictures are drawn anew into PICTURES where that is given.
 """
 
 import json
@@ -8,7 +9,10 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
-from advantage_probe.analyses.em.report import SAYS, sentences, spanned
+import pandas as pd
+
+from advantage_probe.analyses.em.pictures import write_pictures
+from advantage_probe.analyses.em.report import SAYS, names, sentences, spanned
 
 
 def spread(numbers: list[float], places: int = 4) -> str:
@@ -18,7 +22,8 @@ def spread(numbers: list[float], places: int = 4) -> str:
 
 def main() -> None:
     """Arms with held-out first, paired differences, the two sentences."""
-    found = json.loads((Path(sys.argv[1]) / "run.json").read_text(encoding="utf-8"))
+    folder = Path(sys.argv[1])
+    found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     print("| arm | held-out loss | above the filter | KL held-out | train loss | steps to own SGD loss | passes |")
     print("|---|---|---|---|---|---|---|")
     for name, arm in found["arms"].items():
@@ -44,6 +49,10 @@ def main() -> None:
     print()
     for sentence in sentences(found["arms"], found["steps"]):
         print(f"> {sentence}")
+    if len(sys.argv) > 2:
+        curves, paths = (pd.read_parquet(folder / f"{name}.parquet") for name in ("curves", "trajectories"))
+        command = "advantage-probe em --out FOLDER; scripts/em_figures.py FOLDER"
+        write_pictures(curves, paths, found, names(found), Path(sys.argv[2]), command)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""A pandas report and a figure from a run folder: scripts/export_report.py RUN [OUT].
+"""A pandas report and figures from a run folder: scripts/export_report.py RUN [OUT [HEAD]].
 
-RUN is what `advantage-probe analyze` wrote. OUT gets a table per layer, the map of all heads as PNG, SVG and PDF with its
-data and its caption, and the page.
+RUN is what `advantage-probe analyze` wrote. OUT gets a table per layer, the map of all heads, and one head over the text
+(default: that of largest routing pressure), each picture as PNG, SVG and PDF with its data and its caption.
 """
 
 import sys
 from pathlib import Path
 
 from advantage_probe.analyses import figures, plots
+from advantage_probe.analyses.head_figure import write_head
 from advantage_probe.analyses.stored import open_run
 
 
 def main() -> None:
-    """Writes the files and prints the table."""
+    """Writes the files, prints the table and the names."""
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     run = open_run(sys.argv[1])
@@ -31,8 +32,16 @@ def main() -> None:
         "loss per unit score, summed loss",
         command=" ".join(sys.argv),
     )
-    for path in figures.save(drawn, out / "routing", run.heads[["label", "routing_pressure"]], caption):
-        print(path)
+    written = figures.save(drawn, out / "routing", run.heads[["label", "routing_pressure"]], caption)
+    strongest = run.heads.sort_values("routing_pressure")["label"].astype(str).iloc[-1]
+    head = sys.argv[3] if len(sys.argv) > 3 else strongest
+    one = run.maps.fine.get(head) or run.maps.pooled.get(head)
+    if one is None:
+        sys.exit(f"The run has no map of {head!r}; heads: {', '.join(list(run.maps.pooled)[:8])}, …")
+    known = run.tokens.dropna(subset="token").drop_duplicates("token_id").set_index("token_id")["token"].astype(object)
+    tokens = [known.get(number, "") for number in run.maps.tokens]
+    written += write_head(one, head, tokens, str(run.record["model"]), out / "head", " ".join(sys.argv))
+    print(*written, sep="\n")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_a_run_is_exported_as_tables_and_a_figure_with_its_caption(folder: Path,
     run("export_report.py", tmp_path / "run", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "layers.csv",
-        *(f"routing.{kind}" for kind in ("png", "svg", "pdf", "csv", "txt")),
+        *(f"{name}.{kind}" for name in ("routing", "head") for kind in ("png", "svg", "pdf", "csv", "txt")),
     }
     heads = pd.read_parquet(tmp_path / "run" / "heads.parquet")
     layers = pd.read_csv(tmp_path / "out" / "layers.csv")

@@ -20,7 +20,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ...hooks.refusals import BadInput
-from ..wind_tunnels.checkpoints import write_atomically
+from ..wind_tunnels.checkpoints import save_state, write_atomically
 from ..wind_tunnels.models import Shape, build, logits
 from ..wind_tunnels.protocol import Episodes, Tunnel
 from ..wind_tunnels.recipes import Recipe
@@ -155,7 +155,7 @@ def train(course: Course, folder: Path, tick: Tick = lambda: None) -> None:
     kept = set(course.kept)
     while True:
         if runner.step in kept:
-            write_atomically(folder / _name(runner.step), lambda path: torch.save(runner.state(), path))
+            write_atomically(folder / _name(runner.step), lambda path: save_state(runner.state(), path))
         if runner.step == course.recipe.steps:
             break
         runner.advance()

@@ -1,4 +1,4 @@
-"""What several runs say together: the JSON object, the tables, the wording, the figure.
+"""What several runs say together: the JSON object, the tables, the wording, the files.
 
 The seed is the unit: every number is one per run, and differences are paired over runs. "Frame first" is written only if
 freezing routing costs less than freezing content, in at least four of five runs and never of fewer than five, at every step
@@ -16,8 +16,9 @@ from typing import Any
 
 import pandas as pd
 
+from ..export import TABLES, write_frame, write_json
 from ..paired import paired
-from . import frame
+from . import frame, pictures
 from .course import FORKS
 from .examined import CUTS, FROZEN, Examined
 from .following import pooled
@@ -25,7 +26,7 @@ from .real_steps import KINDS
 
 MOST = 0.8  # of the runs
 FEWEST = 5
-SAYS = {"own": "the run's own (AdamW, its momenta)", "sgd": "SGD", "adam": "Adam", "muon": "Muon"}
+SAYS = {"own": "the run's own", "sgd": "SGD", "adam": "Adam", "muon": "Muon"}
 
 
 def percent(run: Examined, step: int) -> float:
@@ -231,97 +232,46 @@ def _list(numbers: Sequence[float]) -> str:
     return " ".join(f"{number:+.3f}" for number in numbers)
 
 
-def figure(runs: Sequence[Examined]) -> Any:
-    """Frame and precision, pressures, the price of freezing, following; a matplotlib figure."""
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(14, 8), layout="constrained")
-    axes = drawing.subplots(2, 3)
+def drawn(runs: Sequence[Examined]) -> pd.DataFrame:
+    """What the picture shows, long: panel, line, seed, x (a step, or a part of the run in percent), value."""
+    parts = []
     for run in runs:
-        steps = run.checkpoints["step"].clip(lower=0.7)
-        start = float(run.checkpoints["excess"].iloc[0])
-        axes[0, 0].plot(steps, run.checkpoints["frame_whole"], color="C0", alpha=0.8, linewidth=1)
-        axes[0, 0].plot(steps, run.checkpoints["excess"] / start, color="C1", alpha=0.8, linewidth=1)
-        axes[0, 1].plot(steps, run.checkpoints["frame_whole"].where(lambda column: column > 0), color="C0", linewidth=1)
-        axes[0, 1].plot(steps, run.checkpoints["excess"] / start, color="C1", linewidth=1)
-    for axis in axes[0, :2]:
-        axis.plot([], [], color="C0", label="frame: divergence from the last maps, over that at the start")
-        axis.plot([], [], color="C1", label="precision: excess over Bayes, over that at the start")
-        axis.set(xscale="log", xlabel="step")
-    axes[0, 0].set(title="linear scale", ylim=(0, None))
-    axes[0, 1].set(yscale="log", title="log scale, same numbers")
-    if len(runs) > 1:
-        layers = runs[0].course.recipe.shape.layers
-        pairs = [frame.between_seeds(one.maps, other.maps, layers) for one, other in itertools.combinations(runs, 2)]
-        scale = sum(pairs) / len(pairs) / (sum(run.start_divergence for run in runs) / len(runs))
-        axes[0, 1].axhline(scale, color="C0", linestyle=":", linewidth=1, label="frame between two runs' last maps")
-    axes[0, 1].legend(fontsize=7)
-    told = pressures(runs)
-    steps = told["step"].clip(lower=0.7)
-    axes[0, 2].plot(steps, told["routing"], label="routing pressure")
-    axes[0, 2].plot(steps, told["content"], label="content pressure, relative")
-    axes[0, 2].plot(steps, told["ratio"], label="their ratio", linestyle="--")
-    axes[0, 2].set(xscale="log", yscale="log", xlabel="step", title="pressures on the fixed sequences")
-    axes[0, 2].legend(fontsize=7)
-    _draw_causal(axes[1, 0], causal(runs))
-    _draw_following(axes[1, 1], following(runs))
-    sizes = step_sizes(runs)
-    sizes = sizes[sizes["optimizer"] == "own"]
-    base = [0.0] * len(sizes)
-    for name in ("routing", "values", "output", "other"):
-        axes[1, 2].bar([f"{one:g}" for one in sizes["percent"]], sizes[name], bottom=base, label=name)
-        base = [one + other for one, other in zip(base, sizes[name], strict=True)]
-    axes[1, 2].set(xlabel="% of the run", title="first-order shares of the step's loss change")
-    axes[1, 2].legend(fontsize=7)
-    seeds = f"{len(runs)} seeds" if len(runs) > 1 else "one seed, no interval"
-    drawing.suptitle(
-        f"{runs[0].course.tunnel} {runs[0].course.changes or ''}: {runs[0].course.recipe.steps:,} steps, {seeds}"
-    )
-    return drawing
+        for name, column in (("frame", "frame_whole"), ("excess", "excess")):
+            parts.append(pictures.lines(run.checkpoints, "timescales", name, run.seed, "step", column))
+        own = pressures([run])
+        for name, says in (("routing", "routing"), ("content", "content, relative"), ("ratio", "their ratio")):
+            parts.append(pictures.lines(own, pictures.PRESSURES, says, run.seed, "step", name))
+        if len(run.causal):
+            costs = run.causal.assign(percent=[percent(run, step) for step in run.causal["step"]])
+            for name in FROZEN:
+                part = costs[costs["frozen"] == name]
+                parts.append(pictures.lines(part, pictures.PRICE, f"{name} frozen", run.seed, "percent", "cost"))
+        followed = following([run])
+        followed = followed[followed["batch"] == "own"]
+        for kind in KINDS:
+            part = followed[followed["optimizer"] == kind]
+            parts.append(pictures.lines(part, pictures.FOLLOWING, SAYS[kind], run.seed, "percent", "rho"))
+        for name in pictures.HELD_AGAINST:
+            part = followed[followed["optimizer"] == "own"]
+            parts.append(pictures.lines(part, pictures.FOLLOWING, name, run.seed, "percent", name))
+        sizes = step_sizes([run])
+        sizes = sizes[sizes["optimizer"] == "own"]
+        for name in ("routing", "values", "output", "other"):
+            parts.append(pictures.lines(sizes, pictures.SHARES, name, run.seed, "percent", name))
+    return pd.concat([part for part in parts if len(part)], ignore_index=True)
 
 
-def _draw_following(axis: Any, table: pd.DataFrame) -> None:
-    """ρ of every optimizer between what it is held against: the score alone is missing wherever there is no room."""
-    table = table[table["batch"] == "own"]
-    for place, kind in enumerate(KINDS):
-        part = table[table["optimizer"] == kind]
-        axis.plot([f"{one:g}" for one in part["percent"]], part["rho"], marker="o", color=f"C{place}", label=SAYS[kind])
-    part = table[table["optimizer"] == "own"]
-    marks = [f"{one:g}" for one in part["percent"]]
-    for name, style, says in (
-        ("ceiling", "--", "ceiling: infinitesimal plain step"),
-        ("ceiling_routing", ":", "the same on W_Q and W_K alone"),
-        ("null", "-.", "null: other sequences' targets"),
-    ):
-        axis.plot(marks, part[name], color="black", linestyle=style, linewidth=1, label=says)
-    axis.set(xlabel="% of the run")
-    axis.set_title("correlation of Δα with the law's Δα*, own batch", fontsize=10)
-    axis.legend(fontsize=6)
-
-
-def _draw_causal(axis: Any, forks: Sequence[dict[str, Any]]) -> None:
-    axis.set(title="price of freezing from there on, nats at the end", xlabel="% of the run")
-    for place, fork in enumerate(forks):
-        for name, offset, colour in (("routing", -0.1, "C0"), ("content", 0.1, "C1")):
-            label = f"{name} frozen" if place == 0 else None
-            axis.plot([place + offset] * len(fork[name]), fork[name], "o", color=colour, alpha=0.7, label=label)
-    if forks:
-        axis.set_xticks(range(len(forks)), [f"{fork['percent']:g}" for fork in forks])
-        axis.set_yscale("symlog", linthresh=0.01)
-        axis.set_ymargin(0.2)
-        axis.legend(fontsize=7)
-    else:
-        axis.text(0.5, 0.5, "no continuations were run", ha="center", transform=axis.transAxes)
-
-
-def write(runs: Sequence[Examined], folder: Path) -> None:
-    """Figure (png, svg, pdf), tables (Parquet and CSV) and the JSON object into `folder`."""
-    from ..export import write_frame, write_json
-
-    drawing = figure(runs)
-    for ending in ("png", "svg", "pdf"):
-        drawing.savefig(folder / f"dynamics.{ending}", dpi=130)
+def write(runs: Sequence[Examined], folder: Path, formats: Sequence[str] = TABLES, command: str = "") -> None:
+    """Figure with data and caption, tables in `formats` and the JSON object into `folder`."""
+    found = summary(runs)
+    pairs = found["divergence_between_seeds"]
+    between = None
+    if pairs:
+        between = sum(pairs) / len(pairs) / (sum(found["start_divergence"]) / len(runs))
+    changes = ", ".join(f"{name} {value}" for name, value in found["changes"].items())
+    what = f"Training on {found['task']}{f' ({changes})' if changes else ''}, {found['steps']:,} steps."
+    pictures.write_picture(drawn(runs), folder, what, command, between)
     for name in ("checkpoints", "pressures", "following", "feedback", "steps", "causal"):
         tables = [getattr(run, name).assign(seed=run.seed) for run in runs]
-        write_frame(pd.concat(tables, ignore_index=True), folder / name)
-    write_json(summary(runs), folder / "run.json")
+        write_frame(pd.concat(tables, ignore_index=True), folder / name, formats)
+    write_json(found, folder / "run.json")

@@ -24,9 +24,11 @@ from ...hooks.refusals import BadInput
 from ...probe.watch import watch
 from ..analyze import cross_entropy, cut
 from ..corpus import batches
+from ..export import TABLES, write_frame, write_json
 from ..loading import load
 from . import frame
 from .attention_calls import heads
+from .pictures import write_saved
 
 CUTS = {"whole": 1, "half": 2, "quarter": 4}
 WINDOW, WINDOWS = 64, 64  # full maps are held, so windows are short and few
@@ -157,31 +159,10 @@ def text(saved: Saved) -> str:
     )
 
 
-def write(saved: Saved, folder: Path) -> None:
-    """Figure (png, svg, pdf), tables and the JSON object into `folder`."""
-    from matplotlib.figure import Figure
-
-    from ..export import write_frame, write_json
-
-    drawing = Figure(figsize=(10, 4), layout="constrained")
-    left, right = drawing.subplots(1, 2)
-    curve = saved.checkpoints
-    above = curve["loss"] - float(curve["loss"].iloc[-1])
-    left.plot(
-        curve["step"], curve["frame_whole"], marker=".", label="frame: divergence from the last maps, over the first"
-    )
-    left.plot(
-        curve["step"], above / float(above.iloc[0] or math.nan), marker=".", label="loss above the last, over the first"
-    )
-    left.set(xlabel="step")
-    left.legend(fontsize=7)
-    for (layer, head), own in saved.pressures.groupby(["layer", "head"]):
-        right.plot(own["step"], own["ratio"], linewidth=1, label=f"L{layer}H{head}")
-    right.set(xlabel="step", yscale="log", title="routing pressure over relative content pressure")
-    if saved.pressures["head"].nunique() * saved.pressures["layer"].nunique() <= 16:
-        right.legend(fontsize=6, ncols=2)
-    for ending in ("png", "svg", "pdf"):
-        drawing.savefig(folder / f"dynamics.{ending}", dpi=130)
-    write_frame(saved.checkpoints, folder / "checkpoints")
-    write_frame(saved.pressures, folder / "pressures")
+def write(saved: Saved, folder: Path, formats: Sequence[str] = TABLES, command: str = "") -> None:
+    """Figure with data and caption, tables in `formats` and the JSON object into `folder`."""
+    tables = {"checkpoints": saved.checkpoints, "pressures": saved.pressures}
+    write_saved(tables, saved.targets, folder, command)
+    for name, frame_of in tables.items():
+        write_frame(frame_of, folder / name, formats)
     write_json(summary(saved), folder / "run.json")

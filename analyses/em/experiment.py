@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -172,9 +173,14 @@ def _each(
     counter = context.Value("q", 0)
     before = set(multiprocessing.active_children())
     with ProcessPoolExecutor(processes, context, _start, (counter, os.getpid())) as pool:
-        waiting = {pool.submit(_work, job, data) for job in jobs}
         outcomes: list[Outcome] = []
         try:
+            # workers come up deaf to the interrupt that a terminal sends to all: this process ends them
+            deaf = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                waiting = {pool.submit(_work, job, data) for job in jobs}
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, deaf)
             while waiting:
                 ended, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                 outcomes += [future.result() for future in ended]
@@ -189,8 +195,6 @@ def _each(
 
 def _start(counter: Any, parent: int) -> None:
     """A worker: one thread, no interrupt of its own, and no life after the parent's."""
-    import signal
-
     global _ticks
     _ticks = (counter, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What the EM experiment says: the JSON object, the table, the paired intervals, two sentences, the figure.
+"""What the EM experiment says: the JSON object, the table, the paired intervals, two sentences, the files.
 
 A sentence is one of three templates, and the paired intervals choose it. Held-out loss decides, and what is asked of every
 control is what it leaves of the arm's gain: (control − arm) beside (SGD − arm). The gain does not survive when some control
@@ -14,9 +14,11 @@ from typing import Any
 
 import pandas as pd
 
+from ..export import TABLES, write_frame, write_json
 from ..paired import Paired, paired
 from .arms import ARMS
 from .experiment import Experiment, curves, trajectories
+from .pictures import write_pictures
 
 SAYS = {arm.name: arm.says for arm in ARMS}
 COMPARISONS = (
@@ -150,13 +152,12 @@ def spanned(steps: Sequence[int | None]) -> str:
 
 def table(experiment: Experiment) -> pd.DataFrame:
     """One row per arm, held-out first; "mean ± sample sd" over seeds, nats."""
-    arms = summary(experiment)["arms"]
-    rows = []
-    for name, record in arms.items():
-        says = f"Adam {record['rate']:g} (best of three)" if "rate" in record else SAYS[name]
+    found = summary(experiment)
+    says, rows = names(found), []
+    for name, record in found["arms"].items():
         rows.append(
             {
-                "arm": says,
+                "arm": says[name],
                 "held-out loss": _spread(record["heldout_loss"]),
                 "above filter": _spread(record["heldout_excess"]),
                 "KL": _spread(record["heldout_kl"]),
@@ -202,63 +203,19 @@ def _spread(numbers: Sequence[float], places: int = 4) -> str:
     return f"{series.mean():.{places}f}" + (f" ± {series.std():.3f}" if len(series) > 1 else "")
 
 
-def figure(experiment: Experiment) -> Any:
-    """Held-out loss by passes, training loss by cumulative step length, and value trajectories; a matplotlib figure."""
-    from matplotlib.figure import Figure
-
-    points, paths = curves(experiment), trajectories(experiment)
-    drawing = Figure(figsize=(15, 9), layout="constrained")
-    axes = drawing.subplots(2, 3)
-    colours = {name: f"C{place}" for place, name in enumerate(experiment.arms)}
-    means = (
-        points.groupby(["arm", "step"], sort=False)[["passes", "length", "heldout_loss", "loss"]].mean().reset_index()
-    )
-    panels = (
-        (axes[0, 0], "passes", "heldout_loss", "passes (forward and backward)", "held-out loss, nats"),
-        (axes[0, 1], "passes", "loss", "passes (forward and backward)", "training loss, nats"),
-        (axes[0, 2], "length", "loss", "cumulative step length of all matrices", "training loss, nats"),
-    )
-    filters = {"heldout_loss": experiment.held_out_filter_loss, "loss": experiment.filter_loss}
-    for axis, across, up, label, title in panels:
-        for name in experiment.arms:
-            chosen = means[(means["arm"] == name) & (means[across] > 0)]
-            axis.plot(chosen[across], chosen[up], color=colours[name], label=_label(experiment, name), linewidth=1.4)
-        floor = sum(filters[up]) / len(filters[up])
-        axis.axhline(floor, color="black", linewidth=0.8, linestyle="--", label="exact filter's own loss")
-        axis.axhline(
-            experiment.oracle, color="grey", linewidth=0.8, linestyle=":", label="oracle that knows the symbol"
-        )
-        axis.set(xscale="log", xlabel=label, ylabel=title, ylim=(min(1.7, experiment.oracle - 0.1), 2.12))
-    axes[0, 0].legend(fontsize=7)
-    seed = experiment.seeds[0]
-    for axis, name in zip(axes[1], ("sgd", "values_x10", "closed_form"), strict=True):
-        own = paths[(paths["arm"] == name) & (paths["seed"] == seed)]
-        for symbol, path in own.groupby("symbol"):
-            axis.plot(path["first"], path["second"], color=f"C{symbol}", linewidth=1)
-            axis.annotate(str(symbol), (path["first"].iloc[-1], path["second"].iloc[-1]), color=f"C{symbol}")
-        shown = float(own["shown"].iloc[0])
-        axis.set_title(
-            f"{_label(experiment, name)}, seed {seed}: values of the symbols ({shown:.0%} of variance)", fontsize=9
-        )
-        axis.set(xlabel="first principal axis", ylabel="second principal axis")
-    drawing.suptitle(f"Sticky chain, {len(experiment.seeds)} seeds (means), {experiment.steps:,} iterations")
-    return drawing
+def names(found: dict[str, Any]) -> dict[str, str]:
+    """What every arm of a run's object is called."""
+    return {
+        name: f"Adam {arm['rate']:g} (best of three)" if "rate" in arm else SAYS[name]
+        for name, arm in found["arms"].items()
+    }
 
 
-def _label(experiment: Experiment, name: str) -> str:
-    return experiment.arms[name].arm.says
-
-
-def write(experiment: Experiment, folder: Path) -> None:
-    """Figure (png, svg, pdf), tables (Parquet and CSV) and the JSON object into `folder`."""
-    from ..export import write_frame, write_json
-
-    drawing = figure(experiment)
-    for ending in ("png", "svg", "pdf"):
-        drawing.savefig(folder / f"em.{ending}", dpi=130)
-    write_frame(table(experiment), folder / "arms")
-    write_frame(curves(experiment), folder / "curves")
-    write_frame(trajectories(experiment), folder / "trajectories")
+def write(experiment: Experiment, folder: Path, formats: Sequence[str] = TABLES, command: str = "") -> None:
+    """Figures with data and captions, tables in `formats` and the JSON object into `folder`."""
     found = summary(experiment)
-    write_frame(pd.DataFrame(found["paired"]), folder / "paired")
+    tables = {"curves": curves(experiment), "trajectories": trajectories(experiment)}
+    write_pictures(tables["curves"], tables["trajectories"], found, names(found), folder, command)
+    for name, frame in (tables | {"arms": table(experiment), "paired": pd.DataFrame(found["paired"])}).items():
+        write_frame(frame, folder / name, formats)
     write_json(found, folder / "run.json")

@@ -10,7 +10,6 @@ Shapes: n sequences, L positions, W residual width, F features, P posterior entr
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -155,30 +154,26 @@ def one_hot_window(tokens: Tensor, window: int, vocabulary: int) -> Tensor:
     return torch.cat(shifted, -1)
 
 
-def simplex_picture(probe: BeliefProbe, path: Path | None = None) -> "Figure":
-    """Two panels, exact beliefs and the probe's reading, coloured by the exact belief; returns the figure and writes
-    `path` if given.
+def simplex_picture(probe: BeliefProbe) -> "Figure":
+    """Two panels, exact beliefs and the probe's reading, coloured by the exact belief; a matplotlib figure.
 
     Three states are drawn in their triangle, more in the first two principal axes of the exact beliefs.
     """
-    from matplotlib.figure import Figure
+    from ..figures import panels, title
+    from ..plots import simplex
 
     truth, read = probe.truth, probe.predicted
-    if truth.shape[1] == 3:
-        axes = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5]], dtype=torch.float64)
-        centre = torch.zeros(3, dtype=torch.float64)
-    else:
-        centre = truth.mean(0)
-        axes = torch.linalg.svd(truth - centre, full_matrices=False)[2][:2].T
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure, places = panels(1, 2, 3.0)
     colours = truth[:, :3].clamp(0, 1).numpy()
-    for index, (title, points) in enumerate((("exact", truth), ("read from the residual stream", read))):
-        panel = figure.add_subplot(1, 2, index + 1)
-        flat = ((points - centre) @ axes).numpy()
-        panel.scatter(flat[:, 0], flat[:, 1], c=colours, s=2, linewidths=0)
-        panel.set_title(title)
-        panel.set_aspect("equal")
-        panel.set_axis_off()
-    if path is not None:
-        figure.savefig(path)
+    centre = truth.mean(0)
+    axes = torch.linalg.svd(truth - centre, full_matrices=False)[2][:2].T
+    for axis, says, points in zip(places, ("exact", "read from the residual stream"), (truth, read)):
+        if truth.shape[1] == 3:
+            simplex(points.numpy(), colours, ax=axis)
+        else:
+            flat = ((points - centre) @ axes).numpy()
+            axis.scatter(flat[:, 0], flat[:, 1], c=colours, s=3, linewidths=0, rasterized=True)
+            axis.set_aspect("equal")
+            axis.set_axis_off()
+        title(axis, says)
     return figure

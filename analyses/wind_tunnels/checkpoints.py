@@ -4,14 +4,16 @@ A run's folder holds `run.pt` (weights, optimiser, step, curve: what resuming ne
 `model.safetensors` with `card.json` beside it (what reading needs: tunnel, recipe, shape, command and log figures).
 """
 
+import io
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from .errors import UnusableCheckpoint
@@ -20,21 +22,58 @@ RUN, WEIGHTS, CARD = "run.pt", "model.safetensors", "card.json"
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a file beside `path`, flush it to disk, then put it in place in one rename."""
+    """Let `write` fill a file beside `path`, flush it to disk, then put it in place in one rename; raises
+    `UnusableCheckpoint` where the disk refuses.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write(partial)
         with partial.open("rb+") as handle:
             os.fsync(handle.fileno())
         partial.replace(path)
+    except OSError as error:
+        raise UnusableCheckpoint(
+            f"{path} could not be written ({error.strerror or error}): what was saved before is whole; make room, and the "
+            "run can go on from there"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def make_way(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Ready a folder for a run: one that holds a run is continued, replaced or refused, anything else in it is left alone.
+
+    Raises:
+        UnusableCheckpoint: when it is a file, holds a run and neither was asked for, both were, or it cannot be written.
+    """
+    if resume and overwrite:
+        raise UnusableCheckpoint("--resume continues a run and --overwrite starts it again: give one of the two")
+    held = [folder / name for name in (RUN, WEIGHTS, CARD) if (folder / name).exists()]
+    if held and not (resume or overwrite):
+        raise UnusableCheckpoint(
+            f"{folder} holds a run: continue it with --resume, replace it with --overwrite, or give another --out"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        for path in held if overwrite else ():
+            path.unlink()
+    except OSError as error:
+        raise UnusableCheckpoint(f"{folder} cannot be written ({error.strerror}): give another --out") from error
+
+
+def save_state(state: dict[str, Any], path: Path) -> None:
+    """`torch.save`, written by Python, so that a full disk says what it is."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def save_run(folder: Path, state: dict[str, Any]) -> None:
     """Write the resumable state."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / RUN, lambda path: torch.save(state, path))
+    write_atomically(folder / RUN, lambda path: save_state(state, path))
 
 
 def load_run(folder: Path) -> dict[str, Any] | None:
@@ -54,7 +93,7 @@ def save_model(folder: Path, model: nn.Module, card: dict[str, Any], dtype: torc
     tensors: dict[str, Tensor] = {
         name: parameter.detach().to("cpu", dtype).contiguous() for name, parameter in model.named_parameters()
     }
-    write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_atomically(folder / WEIGHTS, lambda path: _write_bytes(path, save(tensors, {"format": "pt"})))
     text = json.dumps(card, indent=1, ensure_ascii=False) + "\n"
     write_atomically(folder / CARD, lambda path: _write_text(path, text))
 
@@ -84,6 +123,10 @@ def load_weights(folder: Path, model: nn.Module) -> None:
                     f"{folder}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}"
                 )
             parameter.copy_(tensors[name])
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
 
 
 def _write_text(path: Path, text: str) -> None:

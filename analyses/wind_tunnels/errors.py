@@ -1,7 +1,9 @@
 """What a tunnel refuses, by name, each with the row at fault and the remedy in the sentence."""
 
+from ...hooks.refusals import ProbeError
 
-class TunnelError(ValueError):
+
+class TunnelError(ProbeError, ValueError):
     """A tunnel was given something it cannot answer exactly."""
 
 

@@ -23,6 +23,7 @@ from .models import Shape, build
 from .protocol import Tunnel
 from .recorded import recorded_controls
 from .registry import tunnel
+from .training import Progress
 
 MODELS = Path(__file__).parent / "models"
 
@@ -86,13 +87,19 @@ def load(name_or_folder: str) -> tuple[Tunnel, nn.Module, dict[str, Any]]:
     return task, model.eval(), card
 
 
-def evaluate(name_or_folder: str, sequences: int = 2_000, seed: int = 0) -> Evaluation:
-    """Recompute the figures of a trained model on `sequences` fresh sequences."""
+def evaluate(
+    name_or_folder: str, sequences: int = 2_000, seed: int = 0, progress: Progress | None = None
+) -> Evaluation:
+    """Recompute the figures of a trained model on `sequences` fresh sequences; `progress` is told (parts, in all, note)."""
+    told = progress or (lambda done, whole, note: None)
     task, model, card = load(name_or_folder)
     name = card["tunnel"]
     episodes = held_out(task, sequences, seed)
+    told(1, 5, "exact posteriors")
     truth = task.predictive(episodes.tokens)
+    told(2, 5, "the model")
     rows = model_rows(model, episodes.tokens, task.outcomes)
+    told(3, 5, "its rivals")
     tables = {"all supervised positions": table(task, {"model": rows}, episodes)}
     found = errors(rows[0], truth, rows[1])
     own = _OWN_CHECKS.get(name) if folder_of(name_or_folder).parent == MODELS else None  # one's own run owes nothing
@@ -100,7 +107,9 @@ def evaluate(name_or_folder: str, sequences: int = 2_000, seed: int = 0) -> Eval
     probe = None
     if own is not None:
         context = _Context(task, model, card, episodes.tokens, truth, rows, found, tables, sequences, seed)
+        told(4, 5, "its checks")
         checks, probe = own(context)
+    told(5, 5, "")
     return Evaluation(name, tables, by_position(found), checks, probe, recorded_controls(folder_of(name_or_folder)))
 
 

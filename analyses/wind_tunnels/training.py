@@ -8,7 +8,7 @@ Shapes: n episodes, L positions, O outcomes.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .recipes import Recipe
 HISTORY = "history"  # the folder in a run's folder that holds what became of its heads
 HELD_OUT_SEED = 2**40  # far from every training step's seed
 Forward = Callable[[nn.Module, Tensor], Tensor]
+Progress = Callable[[int, int, str], None]
 
 
 def train(
@@ -40,7 +41,7 @@ def train(
     interval: int | None = None,
     model: nn.Module | None = None,
     forward: Forward = logits,
-    progress: bool = False,
+    progress: Progress | None = None,
     device: str = "cpu",
     seen: Watch | None = None,
 ) -> tuple[nn.Module, list[dict[str, float]]]:
@@ -48,9 +49,9 @@ def train(
 
     Every `interval` steps (default: a fiftieth of the run) the held-out error is appended to the curve and, with a
     `folder`, the run is saved atomically; `resume` continues from there. A curve row holds step, loss (nats, mean
-    since the row before), entropy_error and kl (bits). Raises `UnusableCheckpoint` if the saved run had other
-    settings, `TunnelError` if the loss stops being finite. `seen` is a watch of `model`, told of every step; see
-    `train_watched`.
+    since the row before), entropy_error and kl (bits). `progress` is told (steps done, in all, note); `seen` is a watch
+    of `model`, told of every step; see `train_watched`. Raises `UnusableCheckpoint` if the saved run had other settings,
+    `TunnelError` if the loss stops being finite.
     """
     interval = interval or max(1, recipe.steps // 50)
     model = build(recipe.shape, tunnel, recipe.seed) if model is None else model
@@ -72,7 +73,8 @@ def train(
     truth = tunnel.predictive(held_out.tokens)
     model.train()
     total = 0.0
-    for step in _counted(start, recipe.steps, progress, curve):
+    note = ""
+    for step in range(start, recipe.steps):
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(recipe, step)
         length = episode_length(recipe, tunnel.length, step)
@@ -99,6 +101,9 @@ def train(
             if folder is not None:
                 state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
                 save_run(folder, {"identity": identity, "step": step + 1, "curve": curve, **state})
+            note = f"entropy error {error:.4f} bits, KL {divergence:.5f}"
+        if progress is not None:
+            progress(step + 1, recipe.steps, note)
     model.eval()
     if folder is not None:
         save_model(folder, model, card(name, recipe, command, curve, model))
@@ -180,24 +185,3 @@ def _decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def _counted(start: int, steps: int, progress: bool, curve: list[dict[str, float]]) -> Iterable[int]:
-    """Steps, behind a bar that shows the current error where asked for."""
-    if not progress:
-        yield from range(start, steps)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("entropy error {task.fields[error]} bits, KL {task.fields[kl]}"),
-    )
-    with Progress(*columns) as bar:
-        task = bar.add_task("train", total=steps, completed=start, error="–", kl="–")
-        for step in range(start, steps):
-            yield step
-            last = curve[-1] if curve else {"entropy_error": math.nan, "kl": math.nan}
-            bar.update(task, completed=step + 1, error=f"{last['entropy_error']:.4f}", kl=f"{last['kl']:.5f}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import zoo
 from terminal import command as run
 from terminal import refused
 
+from advantage_probe.analyses.export import read_table
+from advantage_probe.analyses.stored import FORMAT, FRAMES
 from advantage_probe.hooks import attention_registry
 
 
@@ -151,8 +155,6 @@ def test_models_that_cannot_be_had_are_refused_at_once(folder: Path, text: Path,
 
 
 def test_folders_that_hold_no_usable_model_are_refused(folder: Path, text: Path, tmp_path: Path) -> None:
-    import shutil
-
     out = tmp_path / "out"
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -214,8 +216,6 @@ def test_texts_that_cannot_be_analysed_are_refused(folder: Path, tmp_path: Path)
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_named(folder: Path, tmp_path: Path) -> None:
-    import shutil
-
     wrong = tmp_path / "wrong"
     shutil.copytree(folder, wrong)
     zoo.tokenizer(40).save_pretrained(wrong)
@@ -252,18 +252,76 @@ def test_a_result_is_never_overwritten_unasked(folder: Path, text: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "result"]
 
 
-def test_an_empty_folder_is_filled_where_it_stands(folder: Path, text: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled_and_the_one_one_stands_in_is_not(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
-    here.mkdir()
-    before = here.stat().st_ino
-    assert run("analyze", folder, "--text", text, "--out", here).returncode == 0
-    assert here.stat().st_ino == before
+    here.mkdir(mode=0o700)
+    assert run("analyze", folder, "--text", text, "--out", here, "--tables", "json").returncode == 0
     assert (here / "report.html").is_file()
+    assert here.stat().st_mode & 0o777 == 0o700
+    assert {path.suffix for path in here.glob("heads.*")} == {".parquet", ".json", ".tex"}
+    pd.testing.assert_frame_equal(read_table(here / "heads.json"), pd.read_parquet(here / "heads.parquet"))
+    refused(run("analyze", folder, "--text", text, "--out", here, "--tables", "xls"), "parquet, csv, json", "'xls'")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    refused(run("analyze", folder, "--text", text, "--out", "."), "the folder you are in")
+
+
+def test_runs_that_cannot_be_read_are_refused_by_every_command(folder: Path, text: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    assert run("analyze", folder, "--text", text, "--out", whole, "--window", 20).returncode == 0
+    place = tmp_path / "run"
+
+    def spoilt(spoil: Callable[[Path], object], *words: str) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(whole, place)
+        spoil(place)
+        for command in (("cite", place), ("report", place), ("compare", place, "--null"), ("compare", whole, place)):
+            refused(run(*command), *words)
+
+    def of_format(number: object) -> Callable[[Path], object]:
+        record = json.loads((whole / "run.json").read_text(encoding="utf-8"))
+        return lambda at: (at / "run.json").write_text(json.dumps({**record, "format": number}), encoding="utf-8")
+
+    spoilt(of_format(FORMAT + 1), f"format {FORMAT + 1}", "install a newer version")
+    spoilt(of_format(FORMAT - 1), f"format {FORMAT - 1}", "analyse the text again")
+    spoilt(of_format(None), "format None", "analyse the text again")
+    spoilt(lambda at: (at / "run.json").write_text("[]"), "run.json", "damaged")
+    spoilt(lambda at: (at / "run.json").write_text('{"format": '), "run.json", "damaged")
+    spoilt(lambda at: (at / "run.json").unlink(), "no run.json")
+    for name in (*FRAMES, "manifold", "vocabulary", "agreement"):
+        file = f"{name}.parquet"
+        spoilt(lambda at, file=file: (at / file).write_bytes(b"PAR1"), file, "damaged")
+        if name in FRAMES:
+            spoilt(lambda at, file=file: (at / file).unlink(), file, "analyse again")
+    for name, column in (("heads", "routing_pressure"), ("sequences", "queries"), ("manifold", "entropy")):
+        table = pd.read_parquet(whole / f"{name}.parquet").drop(columns=column)
+        spoilt(lambda at, name=name, table=table: table.to_parquet(at / f"{name}.parquet"), name, f"{column!r}")
+    refused(run("cite", whole / "run.json"), "is a file")
+    refused(run("cite", tmp_path / "nowhere"), "does not exist")
+
+
+def test_folders_that_cannot_be_written_are_refused_before_any_work(folder: Path, text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine", encoding="utf-8")
+    for words in (
+        ("analyze", folder, "--text", text),
+        ("em",),
+        ("dynamics",),
+        ("manifold", folder),
+        ("geometry", folder),
+        ("in-context", folder),
+    ):
+        refused(run(*words, "--out", "/proc/nowhere/out"), "cannot be written", "--out")
+        refused(run(*words, "--out", file), "is a file")
+        refused(run(*words, "--out", file / "inside"), "file")
+    refused(run("dynamics", "--keep", "/proc/nowhere"), "cannot be written", "--keep")
+    refused(run("dynamics", "--keep", file), "file", "--keep")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_names_with_markup_are_shown_as_they_are(folder: Path, text: Path, tmp_path: Path) -> None:
-    import shutil
-
     odd = tmp_path / "m[red]x[bold]"
     shutil.copytree(folder, odd)
     result = run("analyze", odd, "--text", text, "--out", tmp_path / "o")

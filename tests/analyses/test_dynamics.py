@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.text import Text
+from scipy import stats
 from terminal import command, refused
 
-from advantage_probe.analyses.dynamics import attention_calls, course, frame, real_steps, roles
+from advantage_probe.analyses import figures
+from advantage_probe.analyses.dynamics import attention_calls, course, frame, pictures, real_steps, roles
 from advantage_probe.analyses.dynamics import examined as dynamics
 from advantage_probe.analyses.dynamics import report as dynamics_report
 from advantage_probe.analyses.wind_tunnels.models import Shape, logits
@@ -253,9 +257,35 @@ def test_the_object_and_the_files_are_whole(examined: list[dynamics.Examined], t
     dynamics_report.write(examined, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     tables = ("checkpoints", "pressures", "following", "feedback", "steps", "causal")
-    assert names == {"run.json", "dynamics.png", "dynamics.svg", "dynamics.pdf"} | {
+    assert names == {"run.json"} | {f"dynamics.{end}" for end in ("png", "svg", "pdf", "csv", "txt")} | {
         f"{table}.{end}" for table in tables for end in ("csv", "parquet")
     }
+
+
+def test_the_picture_shows_every_run_and_the_mean_of_them(examined: list[dynamics.Examined], tmp_path: Path) -> None:
+    one, other = examined
+    moved = other.causal.assign(cost=other.causal["cost"] + 0.2)
+    data = dynamics_report.drawn([one, replace(other, causal=moved)])
+    drawing = pictures.figure(data, between=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a layout that finds no room says so by a warning
+        drawing.savefig(tmp_path / "drawn.png")
+    sizes = [text.get_fontsize() for text in drawing.findobj(Text) if text.get_text().strip()]
+    assert drawing.get_figwidth() == figures.PAGE
+    assert min(sizes) >= 7
+    assert max(sizes) <= 8
+    linear = drawing.axes[0].lines[0]
+    np.testing.assert_allclose(linear.get_ydata(), one.checkpoints["frame_whole"])
+    price = drawing.axes[3]
+    rings = [bars[0].get_ydata() for bars in price.containers]
+    for frozen, ring in zip(("routing", "content"), rings, strict=True):
+        own = one.causal[one.causal["frozen"] == frozen].sort_values("step")["cost"].to_numpy()
+        np.testing.assert_allclose(ring, own + 0.1)
+    bars = price.containers[0].lines[2][0].get_segments()
+    half = stats.t.ppf(0.975, 1) * np.std([0, 0.2], ddof=1) / 2**0.5
+    np.testing.assert_allclose([segment[1, 1] - segment[0, 1] for segment in bars], 2 * half)
+    alone = dynamics_report.drawn([replace(one, causal=one.causal.iloc[:0])])
+    assert "no continuations" in pictures.figure(alone).axes[3].texts[0].get_text()
 
 
 # -- the wording -------------------------------------------------------------------------------------------------------

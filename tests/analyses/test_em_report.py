@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
+from matplotlib.text import Text
 from scipy import stats
 from terminal import command, refused
 
-from advantage_probe.analyses import paired
+from advantage_probe.analyses import figures, paired
 from advantage_probe.analyses.em import chain as em_chain
 from advantage_probe.analyses.em import experiment as em
+from advantage_probe.analyses.em import pictures as em_pictures
 from advantage_probe.analyses.em import report as em_report
 
 SHORT = (42, 2024)
@@ -138,7 +141,34 @@ def test_the_command_prints_one_object_and_writes_figure_and_tables(tmp_path: Pa
     assert len(found["sentences"]) == 2
     names = {path.name for path in out.iterdir()}
     tables = {f"{table}.{end}" for table in ("arms", "paired", "curves", "trajectories") for end in ("csv", "parquet")}
-    assert names == {"em.png", "em.svg", "em.pdf", "run.json"} | tables
+    pictures = {f"{name}.{end}" for name in ("em", "em-values") for end in ("png", "svg", "pdf", "csv", "txt")}
+    assert names == {"run.json"} | pictures | tables
+    curves = pd.read_parquet(out / "curves.parquet")
+    pd.testing.assert_frame_equal(pd.read_csv(out / "em.csv", float_precision="round_trip"), curves, check_dtype=False)
+    caption = (out / "em.txt").read_text(encoding="utf-8")
+    assert "n: 2 seeds" in caption
+    assert f"command: advantage-probe em --json --seeds 42,7 --steps 2 --out {out}\n" in caption
+
+
+def test_the_pictures_show_the_curves_with_their_intervals(finished: em.Experiment) -> None:
+    found, curves = em_report.summary(finished), em.curves(finished)
+    names = em_report.names(found)
+    assert len(set(names.values())) == 9
+    figure = em_pictures.losses(curves, found, names)
+    assert figure.get_figwidth() == figures.PAGE
+    drawn = {line.get_label(): line for line in figure.axes[0].lines}
+    own = curves[(curves["arm"] == "values_x10") & (curves["passes"] > 0)].groupby("passes")["heldout_loss"]
+    assert drawn[names["values_x10"]].get_ydata() == pytest.approx(own.mean().to_numpy())
+    half = stats.t.ppf(0.975, 1) * own.std() / 2**0.5
+    band = figure.axes[0].collections[list(names).index("values_x10")].get_paths()[0].vertices[:, 1]
+    assert band.max() == pytest.approx((own.mean() + half).max())
+    paths = em_pictures.values(em.trajectories(finished), 42, names)
+    assert len(paths.axes) == 3
+    assert {text.get_text() for text in paths.axes[0].texts} == set("01234567")
+    for drawing in (figure, paths):
+        sizes = [text.get_fontsize() for text in drawing.findobj(Text) if text.get_text().strip()]
+        assert min(sizes) >= 7
+        assert max(sizes) <= 8
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ def test_a_run_with_other_targets_and_loss_can_be_compared_with_its_like_only(tm
     refused(command("compare", tmp_path / "all", tmp_path / "last"), "differ in the targets")
     refused(command("compare", tmp_path / "all", tmp_path / "diff"), "differ in the loss")
     refused(command("compare", tmp_path / "all"), "two run folders")
-    refused(command("compare", tmp_path / "all", tmp_path / "all", "--out", tmp_path / "x.docx"), ".csv or .parquet")
+    refused(
+        command("compare", tmp_path / "all", tmp_path / "all", "--out", tmp_path / "x.docx"), ".csv, .parquet or .json"
+    )
     same = command("compare", tmp_path / "all", tmp_path / "all", "--out", tmp_path / "same.csv")
     assert "No head changed beyond what 9 sequences" in same.stdout
     assert (pd.read_csv(tmp_path / "same.csv")["difference"] == 0).all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -155,24 +154,6 @@ def test_strings_that_look_like_numbers_or_hold_carriage_returns_come_back_from_
     rows = pd.DataFrame({"sequence": ["0000000000000012", "12e4567890123456"], **dict.fromkeys(SUMS, 1.0)})
     export.write_frame(rows.astype({"sequence": "category"}), tmp_path / "sequences")
     assert export.read_csv(tmp_path / "sequences.csv")["sequence"].tolist() == rows["sequence"].tolist()
-
-
-def test_a_run_that_cannot_be_replaced_stays_where_it_was(tmp_path, monkeypatch) -> None:
-    out = tmp_path / "run"
-    with export.new_folder(out) as folder:
-        (folder / "run.json").write_text("first", encoding="utf-8")
-    rename = Path.rename
-
-    def full(path: Path, target: Path) -> Path:
-        if path.name.startswith(".run-") and target == out:
-            raise OSError(28, "No space left on device")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", full)
-    with pytest.raises(BadInput, match="what was there is unchanged"), export.new_folder(out, overwrite=True) as folder:
-        (folder / "run.json").write_text("second", encoding="utf-8")
-    assert (out / "run.json").read_text(encoding="utf-8") == "first"
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_latex_table_prints_infinities_and_refuses_heads_that_are_not_there(result) -> None:

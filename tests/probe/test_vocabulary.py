@@ -9,6 +9,7 @@ import zoo
 from torch import Tensor, nn
 from zoo import Words
 
+from advantage_probe.analyses import plots
 from advantage_probe.analyses.corpus import Batch
 from advantage_probe.analyses.interventions.edits import Edit, intervene
 from advantage_probe.analyses.manifolds.collecting import collect
@@ -79,9 +80,13 @@ def test_random_directions_stand_beside_every_token() -> None:
     assert (table.loc[far, "p"] <= 0.06).all()
     assert (table.loc[~far, "p"] >= 0.04).all()
     assert found.norms == ("model.norm",)
-    assert "random directions" in found.picture("L0H1").get_xlabel()
+    drawn = plots.vocabulary(table, "L0H1")
+    part = table[(table["head"] == "L0H1") & (table["key"] == "")].sort_values("logit")
+    assert [bar.get_width() for bar in drawn.patches] == pytest.approx(part["logit"].tolist())
+    edges = [line.get_xdata()[0] for line in drawn.lines]
+    assert edges == pytest.approx([-part["random_edge"].iloc[0], part["random_edge"].iloc[0]])
     with pytest.raises(BadRequest, match="no head 'L9H9'"):
-        found.picture("L9H9")
+        plots.vocabulary(table, "L9H9")
 
 
 def test_an_update_of_a_known_direction_promotes_the_token_it_points_at() -> None:

@@ -5,14 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from terminal import command, refused
 
-from advantage_probe.analyses.wind_tunnels import shipped
-from advantage_probe.analyses.wind_tunnels.commands import app
+from advantage_probe.analyses.wind_tunnels import checkpoints, shipped
 
 
-def run(*words: str):
-    return CliRunner().invoke(app, list(words))
+def run(*words: object):
+    return command("tunnel", *words)
 
 
 def test_the_module_loads_without_torch_or_transformers():
@@ -26,7 +25,7 @@ def test_the_module_loads_without_torch_or_transformers():
 
 def test_list_names_every_tunnel_and_marks_the_shipped_ones():
     result = run("list")
-    assert result.exit_code == 0
+    assert result.returncode == 0
     lines = {line.split()[0]: line for line in result.stdout.splitlines()}
     assert {"bijection-repeats", "hmm", "mess3", "rrxor", "selection", "coin", "noisy-chain"} <= lines.keys()
     assert "shipped" in lines["bijection-repeats"]
@@ -42,10 +41,9 @@ def test_list_names_every_tunnel_and_marks_the_shipped_ones():
         (("evaluate", "nowhere"), "neither a shipped model"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_two(words, says):
+def test_bad_input_is_one_sentence_and_returncode_two(words, says):
     result = run(*words)
-    assert result.exit_code == 2
-    assert says in result.stderr
+    refused(result, says)
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
 
@@ -58,34 +56,62 @@ def test_a_run_of_ones_own_is_trained_evaluated_and_resumed(tmp_path, monkeypatc
     monkeypatch.setitem(recipes.PRESETS, "tiny", small)
     folder = tmp_path / "coin"
     first = run("train", "coin", "--out", str(folder))
-    assert first.exit_code == 0, first.stderr
+    assert first.returncode == 0, first.stderr
     card = json.loads((folder / "card.json").read_text())
     assert card["command"] == f"advantage-probe tunnel train coin --preset tiny --out {folder}"
     assert card["curve"][-1]["step"] == 20
     again = run("train", "coin", "--out", str(folder), "--resume")
-    assert again.exit_code == 0
+    assert again.returncode == 0
     assert json.loads((folder / "card.json").read_text())["curve"] == card["curve"]
     judged = run("evaluate", str(folder), "--sequences", "64", "--positions")
-    assert judged.exit_code == 0
+    assert judged.returncode == 0
     rows = [line.split()[0] for line in judged.stdout.splitlines() if line]
     assert rows.index("uniform") < rows.index("model")
     other = run("train", "coin", "--out", str(folder), "--resume", "--distilled")
-    assert other.exit_code == 2
-    assert "other settings" in other.stderr
+    refused(other, "other settings")
+    refused(run("train", "coin", "--out", folder), "--resume", "--overwrite")
+    refused(run("train", "coin", "--out", folder, "--resume", "--overwrite"), "one of the two")
+    (folder / "notes.txt").write_text("mine", encoding="utf-8")
+    anew = run("train", "coin", "--out", folder, "--overwrite", "--sampled", "--json")
+    assert anew.returncode == 0, anew.stderr
+    assert json.loads(anew.stdout)["curve"] == json.loads((folder / "card.json").read_text())["curve"]
+    assert (folder / "notes.txt").is_file()
+    refused(run("train", "coin", "--out", folder / "notes.txt"), "cannot be written")
+    refused(run("train", "coin", "--out", "/proc/nowhere"), "cannot be written")
 
 
-def test_a_failed_check_is_exit_code_one(monkeypatch):
+def test_an_overwritten_run_leaves_nothing_of_the_old_one_to_be_mistaken_for_it(tmp_path):
+    for name in (checkpoints.RUN, checkpoints.WEIGHTS, checkpoints.CARD, "other"):
+        (tmp_path / name).write_bytes(b"old")
+    checkpoints.make_way(tmp_path, resume=True, overwrite=False)
+    assert len(list(tmp_path.iterdir())) == 4
+    checkpoints.make_way(tmp_path, resume=False, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_objects_hold_what_the_tables_show():
+    listed = json.loads(run("list", "--json").stdout)["tunnels"]
+    assert {row["tunnel"] for row in listed if row["shipped"]} == set(shipped.shipped_names())
+    found = json.loads(run("evaluate", "mess3", "--sequences", "64", "--json").stdout)
+    result = shipped.evaluate("mess3", 64)
+    assert [row["kl"] for row in found["tables"]["all supervised positions"]] == pytest.approx(
+        result.tables["all supervised positions"]["kl"].tolist()
+    )
+    assert [check["measured"] for check in found["checks"]] == pytest.approx([it.measured for it in result.checks])
+    assert [row["reader"] for row in found["controls"]] == result.controls.index.tolist()
+
+
+def test_a_failed_check_is_returncode_one(monkeypatch):
     def failing(*_):
         return [shipped.Check("made to fail", 0.2, 0.1)], None
 
     monkeypatch.setitem(shipped._OWN_CHECKS, "bijection-repeats", failing)
     result = run("evaluate", "bijection-repeats", "--sequences", "64")
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert "FAILED: made to fail: 0.20000 ≤ 0.10000" in result.stdout
 
 
 def test_a_broken_folder_is_refused(tmp_path):
     (tmp_path / "card.json").write_text("{}")
     result = run("evaluate", str(tmp_path))
-    assert result.exit_code == 2
-    assert "lacks tunnel" in result.stderr
+    refused(result, "lacks tunnel")

@@ -96,7 +96,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
         partial.write_text("ne")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UnusableCheckpoint, match="disk full"):
         write_atomically(path, torn)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
