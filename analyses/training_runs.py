@@ -18,8 +18,7 @@ from ..probe.frames import joined
 from ..probe.history import read_history
 from ..probe.watch import Watch
 from .analyze import Run, recorded
-from .wind_tunnels.checkpoints import CARD
-from .wind_tunnels.training import HISTORY
+from .wind_tunnels.checkpoints import CARD, HISTORY
 
 NOTHING = pd.DataFrame()
 _NEEDED = {

@@ -7,6 +7,7 @@ A run's folder holds `run.pt` (weights, optimiser, step, curve: what resuming ne
 import io
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from .errors import UnusableCheckpoint
 
 RUN, WEIGHTS, CARD = "run.pt", "model.safetensors", "card.json"
+HISTORY = "history"  # the folder in a run's folder that holds what became of its heads, where they were watched
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -59,6 +61,8 @@ def make_way(folder: Path, *, resume: bool, overwrite: bool) -> None:
             pass
         for path in held if overwrite else ():
             path.unlink()
+        if held and overwrite:
+            shutil.rmtree(folder / HISTORY, ignore_errors=True)
     except OSError as error:
         raise UnusableCheckpoint(f"{folder} cannot be written ({error.strerror}): give another --out") from error
 

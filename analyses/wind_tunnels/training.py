@@ -18,13 +18,12 @@ from torch import Generator, Tensor, nn
 
 from ...probe.watch import Watch, watch
 from .bits import asked, entropy_bits, kl_bits
-from .checkpoints import load_run, save_model, save_run
+from .checkpoints import HISTORY, load_run, save_model, save_run
 from .errors import TunnelError, UnusableCheckpoint
 from .models import build, logits, parameter_count
 from .protocol import Episodes, Tunnel
 from .recipes import Recipe
 
-HISTORY = "history"  # the folder in a run's folder that holds what became of its heads
 HELD_OUT_SEED = 2**40  # far from every training step's seed
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Progress = Callable[[int, int, str], None]

@@ -83,8 +83,10 @@ def test_a_run_of_ones_own_is_trained_evaluated_and_resumed(tmp_path, monkeypatc
 def test_an_overwritten_run_leaves_nothing_of_the_old_one_to_be_mistaken_for_it(tmp_path):
     for name in (checkpoints.RUN, checkpoints.WEIGHTS, checkpoints.CARD, "other"):
         (tmp_path / name).write_bytes(b"old")
+    (tmp_path / checkpoints.HISTORY).mkdir()
+    (tmp_path / checkpoints.HISTORY / "part.parquet").write_bytes(b"old")
     checkpoints.make_way(tmp_path, resume=True, overwrite=False)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 5
     checkpoints.make_way(tmp_path, resume=False, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
