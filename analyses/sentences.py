@@ -91,7 +91,7 @@ def where(found: Resampled | None) -> str:
         return f"{text}; no head lies above the median head."
     if not labels:
         return (
-            f"{text}; single heads are not distinguishable from the median head with {found.sequences} sequences; about "
+            f"{text}; single heads are not distinguishable from the median head with {_many(found.sequences)}; about "
             f"{needed} would be needed."
         )
     named = [f"{label} {_times(found, label)}" for label in labels[:HEADS]]
@@ -99,9 +99,13 @@ def where(found: Resampled | None) -> str:
     return f"{text}; against the median head's routing pressure, all heads asked at once, {', '.join(named)}."
 
 
+def _many(sequences: int) -> str:
+    return f"{sequences} sequence{'s' * (sequences > 1)}"
+
+
 def _layer(found: Resampled) -> str:
     """The layer that holds most, picked on one half of the sequences and estimated on the other where there are enough."""
-    if not found.halved or not np.nansum(found.picking.whole["score_slope"]):
+    if not found.halved or not all(np.nansum(half.whole["score_slope"]) for half in (found.picking, found.estimating)):
         layer, share, _, _ = share_by_layer(found.whole, found.layers)[0]
         return f"Where: layer {layer} holds {share:.0%} of the heads' score slope"
     layer = share_by_layer(found.picking, found.layers)[0][0]
@@ -116,8 +120,12 @@ def _layer(found: Resampled) -> str:
 def _times(found: Resampled, label: str) -> str:
     """How a named head compares with the median head on the half that did not pick it."""
     ratio, low, high = found.estimated("routing_pressure", label)
-    if not math.isfinite(ratio):
+    if math.isnan(ratio):
+        return "is not known there"
+    if math.isinf(ratio):
         return "has some where it has none"
+    if not math.isfinite(low):
+        return f"has {ratio:.3g} times as much, without an interval"
     return f"has {ratio:.3g} [{low:.3g}, {high:.3g}] times as much"
 
 
@@ -134,7 +142,7 @@ def routing_or_content(found: Resampled | None) -> str:
         return "Routing or content: not known, no head has both pressures."
     if found.sequences < FEWEST:
         return (
-            f"Routing or content: not distinguishable with {found.sequences} sequences; about {FEWEST} would be needed "
+            f"Routing or content: not distinguishable with {_many(found.sequences)}; about {FEWEST} would be needed "
             "for an interval."
         )
     low, high = (float(end[0]) for end in bootstrap.interval(replicates[:, None]))
