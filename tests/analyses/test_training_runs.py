@@ -65,6 +65,13 @@ def test_a_history_becomes_a_page_beside_it_and_stays_a_history(tmp_path: Path) 
     resumed.close()
 
 
+def test_a_page_made_inside_a_history_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path / "history")
+    monkeypatch.chdir(tmp_path / "history")
+    assert ap.write_report(".") == tmp_path / "history-report.html"
+    assert not list((tmp_path / "history").glob("*.html"))
+
+
 def test_the_sentences_of_a_history_say_what_its_steps_say_and_what_they_cannot(tmp_path: Path) -> None:
     table = trained(tmp_path / "history").history()
     found = texts(ap.write_report(tmp_path).read_text(encoding="utf-8"))
