@@ -132,7 +132,20 @@ def _instructions() -> str:
 
 
 def _compile(path: Path, dtype: torch.dtype, shared: bool, gradient: bool) -> None:
-    n, r, s, width = 4, 128, 1000, 96  # an example; every size is a symbol
+    with torch.device("cpu"):  # whatever the user's default is
+        example, shapes = _example(dtype, shared)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        warnings.simplefilter("ignore")
+        program = torch.export.export(_Sweep(gradient), example, dynamic_shapes=shapes)
+        made = torch._inductor.aoti_compile_and_package(
+            program, package_path=f"{folder}/sweep.pt2", inductor_configs=dict(_SETTINGS)
+        )
+        os.replace(made, path)
+
+
+def _example(dtype: torch.dtype, shared: bool) -> tuple[tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
+    """Arguments of the sweep, and which of their sizes are which symbol: every one is."""
+    n, r, s, width = 4, 128, 1000, 96
     axes = {name: torch.export.Dim(name, min=1) for name in ("n", "r", "s", "width")}
     by_entry = {0: axes["n"], 1: axes["r"], 2: axes["s"]}
     by_row, across = {0: axes["n"], 1: axes["r"]}, {0: axes["n"], 1: axes["r"], 2: axes["width"]}
@@ -146,14 +159,8 @@ def _compile(path: Path, dtype: torch.dtype, shared: bool, gradient: bool) -> No
         torch.ones(n, r, dtype=torch.bool),
         torch.ones(n, r, dtype=dtype),
     )
-    shapes = (by_entry, by_entry, {0: axes["r"], 1: axes["s"]} if shared else by_entry, across, across, by_row, by_row)
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        warnings.simplefilter("ignore")
-        program = torch.export.export(_Sweep(gradient), example, dynamic_shapes=shapes)
-        made = torch._inductor.aoti_compile_and_package(
-            program, package_path=f"{folder}/sweep.pt2", inductor_configs=dict(_SETTINGS)
-        )
-        os.replace(made, path)
+    of_shown = {0: axes["r"], 1: axes["s"]} if shared else by_entry
+    return example, (by_entry, by_entry, of_shown, across, across, by_row, by_row)
 
 
 @lru_cache(maxsize=2)
@@ -163,9 +170,9 @@ def strip(structure: Structure, rows: int, queries: int, keys: int, dtype: torch
     Who sees whom depends on that place alone, so that every block of a call looks through a window of one strip.
     """
     zero = queries + abs(structure.offset)
-    place = torch.arange(-zero, keys + abs(structure.offset) + 1)
-    row = torch.arange(rows)[:, None]
-    seen = torch.ones(rows, len(place), dtype=torch.bool)
+    place = torch.arange(-zero, keys + abs(structure.offset) + 1, device="cpu")
+    row = torch.arange(rows, device="cpu")[:, None]
+    seen = torch.ones(rows, len(place), dtype=torch.bool, device="cpu")
     if structure.causal:
         seen &= place <= row
     if structure.window is not None:

@@ -61,6 +61,13 @@ def test_a_mask_that_is_off_by_one_would_be_seen() -> None:
         compared(blockwise.vectors(wider, compiled=True), blockwise.vectors(call), 1e-12)
 
 
+def test_a_default_device_of_the_user_moves_nothing() -> None:
+    inductor.strip.cache_clear()
+    inductor._short.cache_clear()
+    with torch.device("meta"):
+        assert inductor.window(Structure(causal=True), 3, 4, 8, 8, 8, torch.float64).sum() == 4 + 5 + 6 + 7
+
+
 def heads(model, batch, **options) -> pd.DataFrame:
     with ap.watch(model, **options) as watch:
         model(**batch).logits.square().mean().backward()
