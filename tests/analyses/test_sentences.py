@@ -68,6 +68,15 @@ def test_a_layer_is_called_by_its_number_and_a_module_by_its_name() -> None:
     assert resampled(rows.assign(label="Lookup.H0")).layers == ["Lookup"]
 
 
+def test_a_loss_that_is_not_finite_is_said_so_also_where_the_folder_holds_null() -> None:
+    record = {"model": "m", "targets": 1, "windows": 2}
+    for loss in (None, float("nan"), float("inf")):
+        text = said.measured({**record, "loss": loss}, pd.DataFrame({"label": ["L0H0"]}))
+        assert (
+            text == "Measured: 1 attention head of m, on 1 target in 2 windows of text; mean cross-entropy not finite."
+        )
+
+
 def test_one_head_is_not_told_from_itself() -> None:
     assert said.where(resampled(table(heads=1, layers=1))).endswith("; a single head has no others to be told from.")
 
