@@ -244,7 +244,9 @@ class _Pass:
         """What lies between the products, compiled: for calls without sinks, dropped weights and edges."""
         structure, masked = self.call.visibility.structure, self.call.visibility.mask is not None
         if masked and visible is not None:
-            shown = visible.to(self.dtype).expand(score.shape).flatten(0, 1)
+            alike = visible.shape[0] == visible.shape[1] == 1
+            shown = (visible[0, 0] if alike else visible.expand(score.shape).flatten(0, 1)).to(self.dtype)
+            shown = shown.expand(*shown.shape[:-2], *score.shape[2:])
         elif visible is not None:
             start, keys = place[2].start + structure.offset - low, score.shape[-1]
             shown = inductor.window(structure, start, score.shape[2], keys, self.queries, self.keys, self.dtype)

@@ -82,6 +82,7 @@ SMALLER = {
     "analyze": "--window 16",
     "analyze --example bijection-repeats": "",
     "verify": "",
+    "report": "",
 }
 
 
