@@ -137,7 +137,7 @@ def agreement(edges: pd.DataFrame) -> pd.DataFrame:
     Columns: label, pairs, and NAME_rank for α·b, direct logit attribution and attention; NaN below eight pairs. Kept pairs
     are those of the largest |D|, so this says how rankings agree among strong pairs, not among all.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, pairs in edges.groupby(edges["label"].astype(str), sort=False):
         row: dict[str, Any] = {"label": name, "pairs": len(pairs)}
         for rival in RIVALS:
@@ -146,7 +146,7 @@ def agreement(edges: pd.DataFrame) -> pd.DataFrame:
             varied = len(both) >= FEWEST and (ranks.nunique() > 1).all()
             row[f"{rival}_rank"] = float(np.corrcoef(ranks.to_numpy().T)[0, 1]) if varied else np.nan
         rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["label", "pairs", *(f"{rival}_rank" for rival in RIVALS)])
 
 
 def attributed(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .analyze import Run
 
 # what a disk or its owner refuses, wherever a file is written
-NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 
 app = typer.Typer(
     add_completion=False,

@@ -51,8 +51,9 @@ def frozen(norm: nn.Module, name: str, given: Tensor) -> FrozenNorm:
     wide = torch.promote_types(given.dtype, torch.float32)
     bias = norm(torch.zeros_like(given[:1]))[0].to(wide)
     made, rows = norm(given).to(wide) - bias, given.to(wide)
-    # neither 0 nor the mean is near any of these, so that both can be divided out
-    steps = torch.linspace(1.0, 2.0, width)[None] * torch.tensor([-1.0, 1.0]).repeat(width)[:width]
+    # about 1 and 5: neither 0 nor the mean is near any of these, so that both can be divided out, and the two are so far
+    # apart that the wrong one gives a γ which no row bears out, also where the rows at hand have mean 0
+    steps = torch.linspace(1.0, 2.0, width)[None] + torch.tensor([0.0, 4.0]).repeat(width)[:width]
     shape = steps.to(given)
     known = norm(shape).to(wide) - bias
     for centred in (False, True):

@@ -167,7 +167,7 @@ def write_report(source: Run | Watch | str | os.PathLike[str], out: str | os.Pat
     if out is not None:
         target = Path(out)
     elif isinstance(source, (str, os.PathLike)):
-        folder = Path(source)
+        folder = Path(source).resolve()  # "." has no name, and a history takes no stranger
         pure = any(folder.glob("part-*.parquet"))
         target = folder.parent / f"{folder.name}-report.html" if pure else folder / "report.html"
     else:

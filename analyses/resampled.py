@@ -151,7 +151,8 @@ def resampled(sequences: pd.DataFrame) -> Resampled | None:
     picks = np.arange(len(names)) % 2 == 0
     halves = [_sample(sums, weights, chosen) for chosen in (np.ones_like(picks), picks, ~picks)]
     # stacks and cross attention count their layers each for itself
-    layers = [str(name).rsplit("H", 1)[0].rstrip(".").removeprefix("L") for name in heads["label"]]
+    places = [str(name).rsplit("H", 1)[0].rstrip(".") for name in heads["label"]]
+    layers = [place.removeprefix("L") if place[1:].isdecimal() else place for place in places]
     return Resampled(heads["label"].astype(str).tolist(), layers, *halves)
 
 

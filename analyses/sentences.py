@@ -34,12 +34,20 @@ def share_by_layer(sample: Sample, layers: list[str]) -> list[tuple[str, float, 
     return sorted(rows, key=lambda row: -row[1])
 
 
+def counted(number: Any, what: str) -> str:
+    """Such as 1 head, 2 heads."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def measured(record: dict[str, Any], heads: pd.DataFrame) -> str:
     unit = str(record.get("loss_unit", "nats per target")).split()[0]
     kind = {"ce": "cross-entropy", "logit-diff": "logit difference"}.get(str(record.get("loss_kind", "ce")), "loss")
+    loss = record.get("loss")  # a run folder holds null for what is not finite
+    told = "not finite" if loss is None or not math.isfinite(loss) else f"{loss:.3f} {unit}"
     return (
-        f"Measured: {len(heads)} attention heads of {record.get('model')}, on {record.get('targets')} targets in "
-        f"{record.get('windows')} windows of text; mean {kind} {record.get('loss', float('nan')):.3f} {unit}."
+        f"Measured: {counted(len(heads), 'attention head')} of {record.get('model')}, on "
+        f"{counted(record.get('targets'), 'target')} in {counted(record.get('windows'), 'window')} of text; mean {kind} "
+        f"{told}."
     )
 
 
@@ -91,8 +99,8 @@ def where(found: Resampled | None) -> str:
         return f"{text}; no head lies above the median head."
     if not labels:
         return (
-            f"{text}; single heads are not distinguishable from the median head with {found.sequences} sequences; about "
-            f"{needed} would be needed."
+            f"{text}; single heads are not distinguishable from the median head with "
+            f"{counted(found.sequences, 'sequence')}; about {needed} would be needed."
         )
     named = [f"{label} {_times(found, label)}" for label in labels[:HEADS]]
     named += [f"{len(labels) - HEADS} more lie above it"] if len(labels) > HEADS else []
@@ -101,7 +109,7 @@ def where(found: Resampled | None) -> str:
 
 def _layer(found: Resampled) -> str:
     """The layer that holds most, picked on one half of the sequences and estimated on the other where there are enough."""
-    if not found.halved or not np.nansum(found.picking.whole["score_slope"]):
+    if not found.halved or not all(np.nansum(half.whole["score_slope"]) for half in (found.picking, found.estimating)):
         layer, share, _, _ = share_by_layer(found.whole, found.layers)[0]
         return f"Where: layer {layer} holds {share:.0%} of the heads' score slope"
     layer = share_by_layer(found.picking, found.layers)[0][0]
@@ -116,8 +124,12 @@ def _layer(found: Resampled) -> str:
 def _times(found: Resampled, label: str) -> str:
     """How a named head compares with the median head on the half that did not pick it."""
     ratio, low, high = found.estimated("routing_pressure", label)
-    if not math.isfinite(ratio):
+    if math.isnan(ratio):
+        return "is not known there"
+    if math.isinf(ratio):
         return "has some where it has none"
+    if not math.isfinite(low):
+        return f"has {ratio:.3g} times as much, without an interval"
     return f"has {ratio:.3g} [{low:.3g}, {high:.3g}] times as much"
 
 
@@ -134,8 +146,8 @@ def routing_or_content(found: Resampled | None) -> str:
         return "Routing or content: not known, no head has both pressures."
     if found.sequences < FEWEST:
         return (
-            f"Routing or content: not distinguishable with {found.sequences} sequences; about {FEWEST} would be needed "
-            "for an interval."
+            f"Routing or content: not distinguishable with {counted(found.sequences, 'sequence')}; about {FEWEST} would be "
+            "needed for an interval."
         )
     low, high = (float(end[0]) for end in bootstrap.interval(replicates[:, None]))
     verdict = "content" if low > 1 else "routing" if high < 1 else None
@@ -157,7 +169,8 @@ def writes(found: Resampled | None, edges: pd.DataFrame, vocabulary: pd.DataFram
         return "What it writes: not known, no head has a routing pressure."
     labels, _ = found.singled_out("routing_pressure")
     strongest = labels[0] if labels else found.labels[int(np.nanargmax(pressure))]
-    name = strongest if labels else f"{strongest} (the largest here, not told from the others)"
+    alone = len(found.labels) == 1
+    name = strongest if labels or alone else f"{strongest} (the largest here, not told from the others)"
     rows = edges[(edges["label"].astype(str) == strongest) & (edges["rank"] == 1)]
     text = f"What it writes: {name}"
     if vocabulary is not None and (vocabulary["label"].astype(str) == strongest).any():

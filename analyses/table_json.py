@@ -60,7 +60,7 @@ def read_json_table(path: Path) -> pd.DataFrame:
         if list(types) != list(columns) or any(len(values) != rows for values in columns.values()):
             raise ValueError("columns, types and rows do not agree")
         made = {name: _column(types[name], columns[name]) for name in types}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise BadInput(f"{str(path)!r} is damaged ({error}); write it again.") from error
     return pd.DataFrame(made, index=pd.RangeIndex(rows), columns=list(types))
 

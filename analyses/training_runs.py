@@ -44,6 +44,7 @@ def of_watch(watch: Watch) -> Run:
         raise BadRequest(
             "No step was closed, so there is nothing to draw; call watch.step() after each optimizer step."
         )
+    history = history[history["backward"] == 0]  # the heads table is of the first gradient, too
     several = history["step"].nunique() > 1
     detailed = watch.detail == "edges"
     record = {**recorded(watch), **_steps(history)}

@@ -40,10 +40,10 @@ def moved(history: pd.DataFrame, runs: int = 1) -> str:
     why = f"no layer or head is singled out, because the steps' sequences were not kept ({KEEP})"
     ends = _ends(history, lambda rows: rows["routing_pressure"])
     if ends is None:
-        return f"Where: {why}; one step makes no course."
-    (first, before), (last, after) = ends
+        return f"Where: {why}; a course takes two steps at which a head is known."
+    (first, before), (last, after), which = ends
     return (
-        f"Where: in the median head routing pressure went from {before:.3g} at step {first:,} to {after:.3g} at step "
+        f"Where: in {which} routing pressure went from {before:.3g} at step {first:,} to {after:.3g} at step "
         f"{last:,}, in {'this one run' if runs == 1 else f'these {runs} runs together'}; {why}."
     )
 
@@ -52,23 +52,36 @@ def balance(history: pd.DataFrame) -> str:
     """On which of routing and content the loss pulled, at the first and the last step."""
     ends = _ends(history, lambda rows: rows["content_relative"] / rows["routing_pressure"])
     if ends is None:
-        return "Routing or content: not known of a single step without sequences, for which no interval can be given."
-    (first, before), (last, after) = ends
+        return (
+            "Routing or content: not known; without sequences no interval can be given, and a course takes two steps at "
+            "which a head is known."
+        )
+    (first, before), (last, after), which = ends
     return (
-        f"Routing or content: in the median head a relative change of its values would have moved the loss {before:.2g} "
+        f"Routing or content: in {which} a relative change of its values would have moved the loss {before:.2g} "
         f"times as much as a unit change of its scores at step {first:,}, and {after:.2g} times at step {last:,}; without "
         "sequences that has no interval, so which of the two pulls harder is not said."
     )
 
 
-def _ends(history: pd.DataFrame, column: Any) -> tuple[tuple[int, float], tuple[int, float]] | None:
-    """(step, median over heads) of the first and the last step at which it is known; None of fewer than two."""
+def _ends(history: pd.DataFrame, column: Any) -> tuple[tuple[int, float], tuple[int, float], str] | None:
+    """(step, median over heads) of the first and the last step at which any head is known, of the heads that are known at
+    both; and what to call the median head. None where no head is known at two steps.
+    """
     with quiet():
         values = history.assign(value=pd.to_numeric(column(history), errors="coerce").astype(float))
-        medians = values.replace({"value": {np.inf: math.nan}}).groupby("step")["value"].median().dropna()
-    if len(medians) < 2:
+        values = values.replace({"value": {np.inf: math.nan}}).dropna(subset=["value"])
+        known = values.assign(label=values["label"].astype(str)).pivot_table("value", "step", "label")
+    if len(known) < 2:
         return None
-    return tuple((int(step), float(medians[step])) for step in (medians.index[0], medians.index[-1]))  # type: ignore[return-value]
+    ends = known.iloc[[0, -1]].dropna(axis=1)  # a resumed run may watch other layers
+    if ends.empty:
+        return None
+    medians = ends.median(axis=1)
+    some = ends.shape[1] < known.shape[1]
+    which = f"the median head of the {ends.shape[1]} that are known at both ends" if some else "the median head"
+    first, last = ((int(step), float(median)) for step, median in medians.items())
+    return first, last, which
 
 
 def unwritten() -> str:

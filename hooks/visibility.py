@@ -131,7 +131,7 @@ class Visibility:
         seen, bias = self.block(everything, everything, 0, self.queries, 0, self.keys, device)
         if seen is None:
             seen = torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool, device=device)
-        return seen.expand(batch, *seen.shape[1:]), bias
+        return seen.expand(batch, seen.shape[1], self.queries, self.keys), bias
 
     def counted(self, batch: int, device: torch.device) -> Tensor:
         """(B, Q) bool: the query rows R that enter the statistics.

@@ -16,6 +16,7 @@ import platform
 import sys
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
@@ -70,21 +71,36 @@ def compiled(dtype: torch.dtype, shared: bool, gradient: bool) -> Callable[..., 
         BadRequest: where torch cannot compile, mostly for want of a C++ compiler.
     """
     path = cache_folder() / f"sweep-{_digest(str((dtype, shared, gradient)))}.pt2"
-    if not path.exists():
+    if not _whole(path):
         if sys.stderr.isatty():
             print("advantage_probe: compiling the pass for this machine, once.", file=sys.stderr, flush=True)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_suffix(".lock")):  # torch's own files are in the way of one another
-                if not path.exists():
+                if not _whole(path):
                     _compile(path, dtype, shared, gradient)
         except Exception as error:
             raise BadRequest(
                 "compiled=True needs a C++ compiler that torch can call, such as g++, and a writable cache folder "
                 "(XDG_CACHE_HOME); see to both, or leave compiled out."
             ) from error
-    loaded: Any = torch._inductor.aoti_load_package(str(path))
+    try:
+        loaded: Any = torch._inductor.aoti_load_package(str(path))
+    except Exception as error:
+        raise BadRequest(
+            f"The pass that was compiled into {str(path)!r} cannot be loaded ({str(error).splitlines()[0]}); delete the "
+            "file, see that programs may run from the folder for temporary files (TMPDIR), or leave compiled out."
+        ) from error
     return loaded
+
+
+def _whole(path: Path) -> bool:
+    """Whether the file is there and as it was written: torch would run a damaged one."""
+    try:
+        with zipfile.ZipFile(path) as package:
+            return package.testzip() is None
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile):
+        return False
 
 
 def cache_folder() -> Path:
@@ -100,13 +116,36 @@ def _digest(variant: str) -> str:
         sorted(_SETTINGS.items()),
         platform.platform(),
         platform.machine(),
+        _instructions(),
         torch.backends.cpu.get_cpu_capability(),
     )
     return hashlib.sha256(repr((variant, machine, sources)).encode()).hexdigest()[:16]
 
 
+def _instructions() -> str:
+    """What the processor can do: the compiler builds for the one at hand, and a home folder may serve several."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
 def _compile(path: Path, dtype: torch.dtype, shared: bool, gradient: bool) -> None:
-    n, r, s, width = 4, 128, 1000, 96  # an example; every size is a symbol
+    with torch.device("cpu"):  # whatever the user's default is
+        example, shapes = _example(dtype, shared)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        warnings.simplefilter("ignore")
+        program = torch.export.export(_Sweep(gradient), example, dynamic_shapes=shapes)
+        made = torch._inductor.aoti_compile_and_package(
+            program, package_path=f"{folder}/sweep.pt2", inductor_configs=dict(_SETTINGS)
+        )
+        os.replace(made, path)
+
+
+def _example(dtype: torch.dtype, shared: bool) -> tuple[tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
+    """Arguments of the sweep, and which of their sizes are which symbol: every one is."""
+    n, r, s, width = 4, 128, 1000, 96
     axes = {name: torch.export.Dim(name, min=1) for name in ("n", "r", "s", "width")}
     by_entry = {0: axes["n"], 1: axes["r"], 2: axes["s"]}
     by_row, across = {0: axes["n"], 1: axes["r"]}, {0: axes["n"], 1: axes["r"], 2: axes["width"]}
@@ -120,14 +159,8 @@ def _compile(path: Path, dtype: torch.dtype, shared: bool, gradient: bool) -> No
         torch.ones(n, r, dtype=torch.bool),
         torch.ones(n, r, dtype=dtype),
     )
-    shapes = (by_entry, by_entry, {0: axes["r"], 1: axes["s"]} if shared else by_entry, across, across, by_row, by_row)
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        warnings.simplefilter("ignore")
-        program = torch.export.export(_Sweep(gradient), example, dynamic_shapes=shapes)
-        made = torch._inductor.aoti_compile_and_package(
-            program, package_path=f"{folder}/sweep.pt2", inductor_configs=dict(_SETTINGS)
-        )
-        os.replace(made, path)
+    of_shown = {0: axes["r"], 1: axes["s"]} if shared else by_entry
+    return example, (by_entry, by_entry, of_shown, across, across, by_row, by_row)
 
 
 @lru_cache(maxsize=2)
@@ -137,9 +170,9 @@ def strip(structure: Structure, rows: int, queries: int, keys: int, dtype: torch
     Who sees whom depends on that place alone, so that every block of a call looks through a window of one strip.
     """
     zero = queries + abs(structure.offset)
-    place = torch.arange(-zero, keys + abs(structure.offset) + 1)
-    row = torch.arange(rows)[:, None]
-    seen = torch.ones(rows, len(place), dtype=torch.bool)
+    place = torch.arange(-zero, keys + abs(structure.offset) + 1, device="cpu")
+    row = torch.arange(rows, device="cpu")[:, None]
+    seen = torch.ones(rows, len(place), dtype=torch.bool, device="cpu")
     if structure.causal:
         seen &= place <= row
     if structure.window is not None:

@@ -195,6 +195,9 @@ def test_a_norm_is_recognised_by_its_numbers_and_refused_where_it_has_no_scale_t
     torch.testing.assert_close(whole, layer(rows), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close((at.pull(parts[0]) * parts[1]).sum(-1), (parts[0] * at.apply(parts[1])).sum(-1))
     assert not frozen(nn.RMSNorm(9).double(), "norm", rows).centred
+    # rows of mean 0 look the same to both, and parts of them do not
+    layer, level = nn.LayerNorm(64).bfloat16(), torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    assert frozen(layer, "norm", (level - level.mean(-1, keepdim=True)).bfloat16()).centred
     with pytest.raises(UnsupportedFamily, match="post_norm lies between heads"):
         frozen(nn.Sequential(nn.LayerNorm(9), nn.Tanh()).double(), "post_norm", rows)
 

@@ -321,6 +321,21 @@ def test_folders_that_cannot_be_written_are_refused_before_any_work(folder: Path
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_run_without_a_finite_number_can_be_opened_again(text: Path, tmp_path: Path) -> None:
+    model = zoo.llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    zoo.tokenizer(zoo.VOCABULARY).save_pretrained(tmp_path / "model")
+    assert run("analyze", tmp_path / "model", "--text", text, "--window", 20, "--out", tmp_path / "out").returncode == 0
+    assert run("report", tmp_path / "out").returncode == 0
+    assert "mean cross-entropy not finite." in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    refused(run("report", tmp_path / ("x" * 300)), "File name too long")
+
+
 def test_names_with_markup_are_shown_as_they_are(folder: Path, text: Path, tmp_path: Path) -> None:
     odd = tmp_path / "m[red]x[bold]"
     shutil.copytree(folder, odd)

@@ -51,6 +51,32 @@ def test_stacks_and_cross_attention_have_layers_of_their_own() -> None:
     assert sum(share for _, share, _, _ in shares) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("column", "words"), [("queries", "L1H2 is not known there"), ("score_square", "L1H2 has 0 times as much, without")]
+)
+def test_a_head_that_the_other_half_does_not_have_is_not_given_a_number(column: str, words: str) -> None:
+    rows = table(20)
+    rows.loc[rows["label"] == "L1H2", "score_square"] *= 100
+    others = sorted(rows["sequence"].unique())[1::2]
+    rows.loc[(rows["label"] == "L1H2") & rows["sequence"].isin(others), column] = 0
+    assert words in said.where(resampled(rows))
+
+
+def test_a_layer_is_called_by_its_number_and_a_module_by_its_name() -> None:
+    rows = table(12, heads=1, layers=1)
+    assert resampled(rows).layers == ["0"]
+    assert resampled(rows.assign(label="Lookup.H0")).layers == ["Lookup"]
+
+
+def test_a_loss_that_is_not_finite_is_said_so_also_where_the_folder_holds_null() -> None:
+    record = {"model": "m", "targets": 1, "windows": 2}
+    for loss in (None, float("nan"), float("inf")):
+        text = said.measured({**record, "loss": loss}, pd.DataFrame({"label": ["L0H0"]}))
+        assert (
+            text == "Measured: 1 attention head of m, on 1 target in 2 windows of text; mean cross-entropy not finite."
+        )
+
+
 def test_one_head_is_not_told_from_itself() -> None:
     assert said.where(resampled(table(heads=1, layers=1))).endswith("; a single head has no others to be told from.")
 

@@ -65,6 +65,13 @@ def test_a_history_becomes_a_page_beside_it_and_stays_a_history(tmp_path: Path) 
     resumed.close()
 
 
+def test_a_page_made_inside_a_history_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path / "history")
+    monkeypatch.chdir(tmp_path / "history")
+    assert ap.write_report(".") == tmp_path / "history-report.html"
+    assert not list((tmp_path / "history").glob("*.html"))
+
+
 def test_the_sentences_of_a_history_say_what_its_steps_say_and_what_they_cannot(tmp_path: Path) -> None:
     table = trained(tmp_path / "history").history()
     found = texts(ap.write_report(tmp_path).read_text(encoding="utf-8"))
@@ -103,8 +110,37 @@ def test_a_watch_that_kept_sequences_and_pairs_has_them_on_its_page(tmp_path: Pa
 def test_a_bare_watch_and_a_single_step_are_enough(tmp_path: Path) -> None:
     found = texts(ap.write_report(trained(steps=1), tmp_path / "page.html").read_text(encoding="utf-8"))
     assert "at 1 observed step, step 0" in found[0]
-    assert "one step makes no course" in found[2]
-    assert "not known of a single step" in found[3]
+    assert "a course takes two steps at which a head is known" in found[2]
+    assert "without sequences no interval can be given" in found[3]
+
+
+def test_a_second_gradient_of_a_step_is_not_mixed_into_the_first(tmp_path: Path) -> None:
+    model, found = zoo.llama(), []
+    with ap.watch(model, history=tmp_path / "history") as watch:
+        for step in range(2):
+            loss = model(**zoo.batch("llama", seed=step)).loss
+            loss.backward(retain_graph=True)
+            (100 * loss).backward()
+            watch.step(loss_weight=STEP)
+    for source in (tmp_path / "history", watch):
+        run = run_of(source)
+        found.append(said.moved(run.more["history"]))
+    assert found[0] == found[1]
+
+
+def test_a_course_compares_the_heads_that_are_known_at_both_ends(tmp_path: Path) -> None:
+    trained(tmp_path / "history")
+    model = zoo.llama()
+    with ap.watch(model, history=tmp_path / "history", layers=[1]) as watch:
+        watch.seek(10)
+        model(**zoo.batch("llama")).loss.backward()
+        watch.step(loss_weight=STEP)
+    table = run_of(tmp_path / "history").more["history"]
+    own = table[table["layer"] == 1].groupby("step")["routing_pressure"].median()
+    words = (
+        f"in the median head of the 4 that are known at both ends routing pressure went from {own[0]:.3g} at step 0 to "
+    )
+    assert words + f"{own[10]:.3g} at step 10" in said.moved(table)
 
 
 @pytest.mark.parametrize(

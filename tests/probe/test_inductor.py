@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from calls import CASES, call_of, compared, compiler
 
 import advantage_probe as ap
 from advantage_probe.hooks.visibility import Structure
-from advantage_probe.probe import blockwise, inductor
+from advantage_probe.probe import blockwise, inductor, law
 
 pytestmark = compiler
 
@@ -45,11 +46,26 @@ def test_masks_of_every_shape_are_read(shape: str) -> None:
     compared(blockwise.vectors(call, compiled=True, entries=3000), blockwise.vectors(call), 1e-12)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_that_hides_whole_rows_is_read_as_the_definition_reads_it(compiled: bool) -> None:
+    mask = torch.ones(2, 1, 40, 1, dtype=torch.bool)
+    mask[0, 0, -5:] = False
+    call = call_of("two-sided", torch.float64, mask=mask)
+    compared(blockwise.vectors(call, compiled=compiled), law.vectors(call), 1e-12)
+
+
 def test_a_mask_that_is_off_by_one_would_be_seen() -> None:
     call = call_of("window", torch.float64)
     wider = replace(call, visibility=replace(call.visibility, structure=Structure(causal=True, window=10)))
     with pytest.raises(AssertionError):
         compared(blockwise.vectors(wider, compiled=True), blockwise.vectors(call), 1e-12)
+
+
+def test_a_default_device_of_the_user_moves_nothing() -> None:
+    inductor.strip.cache_clear()
+    inductor._short.cache_clear()
+    with torch.device("meta"):
+        assert inductor.window(Structure(causal=True), 3, 4, 8, 8, 8, torch.float64).sum() == 4 + 5 + 6 + 7
 
 
 def heads(model, batch, **options) -> pd.DataFrame:
@@ -92,11 +108,41 @@ def test_a_machine_that_cannot_compile_is_told_before_any_work(monkeypatch, tmp_
     assert not list(tmp_path.rglob("*.pt2"))
 
 
+def packed(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as package:
+        package.writestr("model", bytes(range(256)))
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "one byte"])
+def test_a_damaged_file_is_made_again_and_never_run(damage: str, monkeypatch, tmp_path) -> None:
+    made: list[Path] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(inductor, "_compile", lambda path, *_: (made.append(path), packed(path)))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: Path(path).read_bytes())
+    inductor.compiled.cache_clear()
+    whole = inductor.compiled(torch.float32, True, False)
+    cut = {"empty": b"", "cut": whole[:100], "one byte": whole.replace(b"\x07\x08", b"\x07\x09")}[damage]
+    made[0].write_bytes(cut)
+    inductor.compiled.cache_clear()
+    assert inductor.compiled(torch.float32, True, False)[30:] == whole[30:]  # the head has the time
+    assert len(made) == 2
+    inductor.compiled.cache_clear()
+
+
+def test_what_cannot_be_loaded_is_said_with_its_file(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(inductor, "_compile", lambda path, *_: packed(path))
+    inductor.compiled.cache_clear()
+    with pytest.raises(ap.BadRequest, match=r"sweep-\w+\.pt2' cannot be loaded .*; delete the file"):
+        inductor.compiled(torch.float32, True, False)
+    inductor.compiled.cache_clear()
+
+
 def test_what_was_compiled_is_kept_for_later_processes(monkeypatch, tmp_path) -> None:
     made: list[Path] = []
     (tmp_path / "advantage-probe").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(inductor, "_compile", lambda path, *_: (made.append(path), path.touch()))
+    monkeypatch.setattr(inductor, "_compile", lambda path, *_: (made.append(path), packed(path)))
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: path)
     inductor.compiled.cache_clear()
     first = inductor.compiled(torch.float32, True, False)
