@@ -1,7 +1,9 @@
 """What watching costs: time and peak memory of a training step, unwatched and watched, interleaved in one run.
 
 Every contender runs in a process of its own on the same inputs; the rounds go round-robin, so that whatever else the
-machine does falls on all of them. Prints a table and, with --json, the medians, spread and ratios as one object.
+machine does falls on all of them. "ratio" is one of medians over the rounds; "ratio within rounds" is the median of each
+round's own, which a machine that slows down for a while disturbs less. Prints a table and, with --json, the medians,
+spread and ratios as one object.
 
     python scripts/bench_overhead.py --length 1024 --layers 12 --vocabulary 50257
     python scripts/bench_overhead.py --length 4096 --layers 2 --vocabulary 800 --contenders unwatched heads retained
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from operator import truediv
 from typing import Any
 
 WATCHED: dict[str, dict[str, Any]] = {
@@ -216,6 +219,7 @@ def report(options: argparse.Namespace, times: dict[str, list[float]], memory: d
             if len(seconds) > 1
             else None,
             "ratio": own / other,
+            "paired": own / other if name == "every10" else statistics.median(map(truediv, seconds, times[base])),
             "peak_mib": memory[name],
             "peak_ratio": memory[name] / memory[base],
             "steps": len(seconds),
@@ -225,12 +229,13 @@ def report(options: argparse.Namespace, times: dict[str, list[float]], memory: d
         return
     print(f"{options.model or 'GPT-2 shape'}: {', '.join(f'{name} {getattr(options, name)}' for name in _SIZES)}")
     print(
-        "| contender | ms per step | interquartile range | ratio | peak MiB | peak ratio |\n|---|---|---|---|---|---|"
+        "| contender | ms per step | interquartile range | ratio | ratio within rounds | peak MiB | peak ratio |\n"
+        "|---|---|---|---|---|---|---|"
     )
     for row in rows.values():
         spread = "–" if row["spread"] is None else f"{row['spread']:.0f}"
         print(
-            f"| {row['what']} | {row['milliseconds']:.0f} | {spread} | {row['ratio']:.2f} "
+            f"| {row['what']} | {row['milliseconds']:.0f} | {spread} | {row['ratio']:.2f} | {row['paired']:.2f} "
             f"| {row['peak_mib']:.0f} | {row['peak_ratio']:.2f} |"
         )
 
