@@ -25,7 +25,7 @@ ARMS: dict[str, dict[str, bool]] = {
 class Bare(nn.Module):
     """Attention and nothing else."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, input_ids: Tensor | None = None) -> Tensor:
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -34,12 +34,13 @@ def measured(length: int, rounds: int) -> dict[str, float]:
     model, generator = Bare(), torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 12, length, 64, generator=generator).requires_grad_() for _ in range(3)]
     upstream = torch.randn(1, 12, length, 64, generator=generator)
+    ids = torch.arange(length)[None]  # what a watch knows the sequence by
     times: dict[str, list[float]] = {"alone": [], **{name: [] for name in ARMS}}
     for turn in range(rounds + 1):
         for name, found in times.items():
             watch = None if name == "alone" else ap.watch(model, **ARMS[name])
             began = time.process_time()
-            model(*inputs).backward(upstream)
+            model(*inputs, input_ids=ids).backward(upstream)
             if watch is not None:
                 watch.step(loss_weight=1.0)
             if turn:  # the first one warms up
