@@ -19,7 +19,7 @@ from advantage_probe.analyses.wind_tunnels.errors import TunnelError, UnknownTun
 from advantage_probe.analyses.wind_tunnels.models import Shape, build, logits, parameter_count
 from advantage_probe.analyses.wind_tunnels.recipes import PRESETS, Recipe, recipe, shortened
 from advantage_probe.analyses.wind_tunnels.recorded import ranges, recorded_controls
-from advantage_probe.analyses.wind_tunnels.shipped import MODELS
+from advantage_probe.analyses.wind_tunnels.shipped import MODELS, shipped_names
 from advantage_probe.analyses.wind_tunnels.training import episode_length, learning_rate, objective, train
 
 TASK = Bijection(symbols=4, pairs=4, repeats=0.5)
@@ -197,11 +197,11 @@ def test_a_shortened_recipe_squeezes_its_whole_schedule():
 
 
 def test_recorded_controls_say_where_each_fails():
-    table = recorded_controls(MODELS / "bijection-repeats")
-    assert set(table.index) == set(KINDS)
-    assert (table["steps"] == load_card(MODELS / "bijection-repeats")["recipe"]["steps"]).all()
-    parameters = load_card(MODELS / "bijection-repeats")["parameters"]
-    assert ((table["parameters"] - parameters).abs() <= 0.02 * parameters).all()
+    for name in shipped_names():
+        table, card = recorded_controls(MODELS / name), load_card(MODELS / name)
+        assert sorted(table.index) == sorted(KINDS), name
+        assert (table["steps"] == card["recipe"]["steps"]).all(), name
+        assert ((table["parameters"] - card["parameters"]).abs() <= 0.02 * card["parameters"]).all(), name
     assert recorded_controls(MODELS) is None
     asked = [2, 4, 6, 8, 10]
     assert ranges(asked, []) == "nowhere"
