@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from .attention_calls import Head, Loss, heads, moved
-from .following import FEWEST
+from .following import FEWEST, centred
 from .roles import added_values
 
 
@@ -31,12 +31,7 @@ def row_slope(change: Tensor, attention: Tensor, visible: Tensor, fewest: int = 
     """Mean over rows of the least-squares slope of `change` on α over visible keys, (B,H,T,T) → (H,), loss per weight."""
     visible = visible.expand_as(attention)
     count = visible.sum(-1, keepdim=True)
-
-    def centred(tensor: Tensor) -> Tensor:
-        kept = torch.where(visible, tensor, 0.0)
-        return torch.where(visible, kept - kept.sum(-1, keepdim=True) / count.clamp(min=1), 0.0)
-
-    x, y = centred(attention), centred(change)
+    x, y = centred(attention, visible), centred(change, visible)
     spread = x.square().sum(-1)
     usable = (count[..., 0] >= fewest) & (spread > 1e-12)
     slope = torch.where(usable, (x * y).sum(-1) / torch.where(usable, spread, 1.0), 0.0)

@@ -41,6 +41,13 @@ def law_change(attention: Tensor, advantage: Tensor) -> Tensor:
     return attention * (attention * advantage - square.sum(-1, keepdim=True))
 
 
+def centred(tensor: Tensor, visible: Tensor) -> Tensor:
+    """(…,T,T) less the mean of its row over the visible keys, 0 elsewhere."""
+    count = visible.sum(-1, keepdim=True).clamp(min=1)
+    kept = torch.where(visible, tensor, 0.0)
+    return torch.where(visible, kept - kept.sum(-1, keepdim=True) / count, 0.0)
+
+
 def row_correlation(one: Tensor, other: Tensor, visible: Tensor, fewest: int = FEWEST) -> Tensor:
     """Mean over rows of the correlation over visible keys, (B,H,T,T) → (H,); NaN where no row can be used.
 
@@ -48,12 +55,7 @@ def row_correlation(one: Tensor, other: Tensor, visible: Tensor, fewest: int = F
     """
     visible = visible.expand_as(one)
     count = visible.sum(-1, keepdim=True)
-
-    def centred(tensor: Tensor) -> Tensor:
-        kept = torch.where(visible, tensor, 0.0)
-        return torch.where(visible, kept - kept.sum(-1, keepdim=True) / count.clamp(min=1), 0.0)
-
-    a, b = centred(one), centred(other)
+    a, b = centred(one, visible), centred(other, visible)
     norms = a.norm(dim=-1) * b.norm(dim=-1)
     floor = 1e-12 * one.abs().amax() * other.abs().amax()
     usable = (count[..., 0] >= fewest) & (norms > floor)
