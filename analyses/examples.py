@@ -8,7 +8,6 @@ chain, whose next symbol repeats the last one with a probability that each seque
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -17,19 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ..hooks.refusals import BadInput
+from ..probe.cache import cache_folder
 
 EXAMPLES = ("gemma", "sticky")
 SYMBOLS = "ABCDEFGH"
 _LENGTH = 64
 
 Note = Callable[[int, int, str], None]
-
-
-def cache_folder() -> Path:
-    """Where prepared examples are kept: ADVANTAGE_PROBE_CACHE, else the user's cache folder."""
-    chosen = os.environ.get("ADVANTAGE_PROBE_CACHE")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base if chosen else base / "advantage-probe"
 
 
 def text_file(name: str) -> Path:

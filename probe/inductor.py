@@ -18,6 +18,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from ..hooks.refusals import BadRequest
 from ..hooks.visibility import Structure
 from . import rows, sweep, vectors
+from .cache import cache_folder
 
 # the number of threads is torch's at the time of the call; nothing is written between the sweeps to be read again
 _SETTINGS = {
@@ -82,7 +84,7 @@ def compiled(dtype: torch.dtype, shared: bool, gradient: bool) -> Callable[..., 
         except Exception as error:
             raise BadRequest(
                 "compiled=True needs a C++ compiler that torch can call, such as g++, and a writable cache folder "
-                "(XDG_CACHE_HOME); see to both, or leave compiled out."
+                "(ADVANTAGE_PROBE_CACHE); see to both, or leave compiled out."
             ) from error
     try:
         loaded: Any = torch._inductor.aoti_load_package(str(path))
@@ -103,14 +105,9 @@ def _whole(path: Path) -> bool:
         return False
 
 
-def cache_folder() -> Path:
-    """Where what can be made again is kept: XDG_CACHE_HOME, else ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "advantage-probe"
-
-
 def _digest(variant: str) -> str:
     """What the compiled code depends on."""
-    sources = "".join(inspect.getsource(module) for module in (sweep, rows, vectors))
+    sources = "".join(inspect.getsource(module) for module in (sweep, rows, vectors, sys.modules[__name__]))
     machine = (
         torch.__version__,
         sorted(_SETTINGS.items()),
@@ -170,13 +167,8 @@ def strip(structure: Structure, rows: int, queries: int, keys: int, dtype: torch
     Who sees whom depends on that place alone, so that every block of a call looks through a window of one strip.
     """
     zero = queries + abs(structure.offset)
-    place = torch.arange(-zero, keys + abs(structure.offset) + 1, device="cpu")
-    row = torch.arange(rows, device="cpu")[:, None]
-    seen = torch.ones(rows, len(place), dtype=torch.bool, device="cpu")
-    if structure.causal:
-        seen &= place <= row
-    if structure.window is not None:
-        seen &= place > row - structure.window
+    relative = replace(structure, offset=0)
+    seen = relative.visible(0, rows, -zero, keys + abs(structure.offset) + 1, torch.device("cpu"))
     return seen.to(dtype), zero
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from ..examples import cache_folder
+from ...probe.cache import cache_folder
 from ..wind_tunnels.checkpoints import load_weights
 from ..wind_tunnels.models import Shape, build
 from ..wind_tunnels.protocol import Episodes, Tunnel
