@@ -196,7 +196,11 @@ class _Pass:
         upstream, output = self.counted(call.upstream[place], live), self.counted(call.output[place], live)
         # every row sees the keys before `edge`; only the rest has to be masked
         edge = call.visibility.shared(span.start, low, high)
-        visible, bias = call.visibility.block(batch, heads, span.start, span.stop, low + edge, high, call.query.device)
+        visible = bias = None
+        if not (self.swept and call.visibility.mask is None and call.visibility.bias is None):
+            visible, bias = call.visibility.block(
+                batch, heads, span.start, span.stop, low + edge, high, call.query.device
+            )
 
         score = torch.matmul(query, keys.transpose(-1, -2))
         if call.call.softcap is not None:
@@ -242,16 +246,14 @@ class _Pass:
         low: int,
     ) -> _Found:
         """What lies between the products, compiled: for calls without sinks, dropped weights and edges."""
-        structure, masked = self.call.visibility.structure, self.call.visibility.mask is not None
-        if masked and visible is not None:
+        if visible is None:  # order and window decide, if anything does
+            structure, (rows, keys) = self.call.visibility.structure, score.shape[2:]
+            start = place[2].start + structure.offset - low
+            shown = inductor.window(structure, start, rows, keys, self.queries, self.keys, self.dtype)
+        else:
             alike = visible.shape[0] == visible.shape[1] == 1
             shown = (visible[0, 0] if alike else visible.expand(score.shape).flatten(0, 1)).to(self.dtype)
             shown = shown.expand(*shown.shape[:-2], *score.shape[2:])
-        elif visible is not None:
-            start, keys = place[2].start + structure.offset - low, score.shape[-1]
-            shown = inductor.window(structure, start, score.shape[2], keys, self.queries, self.keys, self.dtype)
-        else:
-            shown = self.ones.new_ones(score.shape[2:])
         gradient = self.query_gradient is not None
         found = inductor.compiled(self.dtype, shown.dim() == 2, gradient)(
             score.flatten(0, 1),
@@ -263,8 +265,8 @@ class _Pass:
             self.n(place).expand(score.shape[:3]).flatten(0, 1).contiguous(),
         )
         parts = [part.unflatten(0, score.shape[:2]) for part in found[:-2]]
-        rows, aligned = found[-2].unflatten(1, score.shape[:2]), found[-1].unflatten(0, score.shape[:2])
-        return _Found(parts[0], parts[0], parts[1] if gradient else None, parts[-1], rows, aligned)
+        table_, aligned = found[-2].unflatten(1, score.shape[:2]), found[-1].unflatten(0, score.shape[:2])
+        return _Found(parts[0], parts[0], parts[1] if gradient else None, parts[-1], table_, aligned)
 
     def passed_block(
         self,
