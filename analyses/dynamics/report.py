@@ -81,7 +81,7 @@ def wording(forks: Sequence[dict[str, Any]]) -> str:
     if len(first) == len(forks):
         return f"Frame first: {told}."
     if not first:
-        return f"The frame does not come first: {told}, and the rule asks for {MOST:.0%} of the runs."
+        return f"“Frame first” is not written of these runs: {told}, and the rule asks for {MOST:.0%} of the runs."
 
     def where(chosen: Sequence[dict[str, Any]]) -> str:
         parts = []
