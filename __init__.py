@@ -20,31 +20,31 @@ __version__ = "0.1.0"
 _WHERE = {
     "Watch": ".probe.watch",
     "watch": ".probe.watch",
-    "TensorBoardLogger": ".probe.loggers",
-    "WandbLogger": ".probe.loggers",
-    "TrainerHook": ".hooks.training",
-    "LightningHook": ".hooks.training_lightning",
-    "verify": ".probe.verify",
-    "write_report": ".analyses.report",
-    "law": ".probe.law",
-    "expose": ".hooks.handwritten",
+    "TensorBoardLogger": ".probe.loops.loggers",
+    "WandbLogger": ".probe.loops.loggers",
+    "TrainerHook": ".probe.loops.trainer",
+    "LightningHook": ".probe.loops.lightning",
+    "verify": ".probe.law.verify",
+    "write_report": ".analyses.page.report",
+    "law": ".probe.law.definition",
+    "expose": ".hooks.adapters.expose",
     "State": ".probe.state",
-    "ProbeError": ".hooks.refusals",
-    "BadInput": ".hooks.refusals",
-    "BadRequest": ".hooks.refusals",
-    "ClosedWatch": ".hooks.refusals",
-    "LawViolated": ".hooks.refusals",
-    "MergeRefused": ".hooks.refusals",
-    "NoAttentionSeen": ".hooks.refusals",
-    "NoGradientReached": ".hooks.refusals",
-    "UnsupportedFamily": ".hooks.refusals",
-    "UnsupportedKernel": ".hooks.refusals",
+    "ProbeError": ".hooks.errors",
+    "BadInput": ".hooks.errors",
+    "BadRequest": ".hooks.errors",
+    "ClosedWatch": ".hooks.errors",
+    "LawViolated": ".hooks.errors",
+    "MergeRefused": ".hooks.errors",
+    "NoAttentionSeen": ".hooks.errors",
+    "NoGradientReached": ".hooks.errors",
+    "UnsupportedFamily": ".hooks.errors",
+    "UnsupportedKernel": ".hooks.errors",
 }
 
 if TYPE_CHECKING:
-    from .analyses.report import write_report
-    from .hooks.handwritten import expose
-    from .hooks.refusals import (
+    from .analyses.page.report import write_report
+    from .hooks.adapters.expose import expose
+    from .hooks.errors import (
         BadInput,
         BadRequest,
         ClosedWatch,
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
         UnsupportedFamily,
         UnsupportedKernel,
     )
-    from .hooks.training import TrainerHook
-    from .hooks.training_lightning import LightningHook
-    from .probe.law import law
-    from .probe.loggers import TensorBoardLogger, WandbLogger
+    from .probe.law.definition import law
+    from .probe.law.verify import verify
+    from .probe.loops.lightning import LightningHook
+    from .probe.loops.loggers import TensorBoardLogger, WandbLogger
+    from .probe.loops.trainer import TrainerHook
     from .probe.state import State
-    from .probe.verify import verify
     from .probe.watch import Watch, watch
 
 __all__ = [

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import Interrupted, checked, interruptible, loaded, print_json, progress, tunnels
-from .geometry_commands import register as register_geometry
-from .options import (
+from .commands.console import Interrupted, checked, interruptible, loaded, print_json, progress, tunnels
+from .commands.geometry import register as register_geometry
+from .commands.options import (
     Attention,
     BatchSize,
     Device,
@@ -31,14 +31,14 @@ from .options import (
     Text,
     Window,
 )
-from .run_commands import add_run_commands
-from .training_commands import dynamics, em
-from .wind_tunnels.commands import app as tunnel_app
+from .commands.runs import add_run_commands
+from .commands.training import dynamics, em
+from .commands.tunnels import app as tunnel_app
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from .analyze import Run
+    from .runs.analyze import Run
 
 # what a disk or its owner refuses, wherever a file is written
 NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
@@ -81,10 +81,10 @@ def analyze(
     Example: advantage-probe analyze openai-community/gpt2 --text book.txt --out gpt2-book
     """
     formats = checked(out, tables, overwrite=overwrite)
-    from ..hooks.refusals import BadInput
-    from . import analyze as job
-    from .corpus import start_token
-    from .objective import objective
+    from ..hooks.errors import BadInput
+    from .inputs.corpus import start_token
+    from .inputs.objective import objective
+    from .runs import analyze as job
 
     if example is not None and model is None and example in tunnels():
         if (targets, loss) != ("all", "ce"):
@@ -123,8 +123,8 @@ def _analyze_tunnel(
     as_json: bool,
 ) -> None:
     """A shipped tunnel model on fresh episodes, its heads against the exact posterior."""
-    from ..hooks.refusals import BadInput
-    from .against_truth import analyze_tunnel
+    from ..hooks.errors import BadInput
+    from .wind_tunnels.truth.against_truth import analyze_tunnel
 
     if text:
         raise BadInput("A tunnel makes its own episodes; leave --text out.")
@@ -148,9 +148,9 @@ def _write(
     overwrite: bool,
     more: dict[str, pd.DataFrame] | None = None,
 ) -> None:
-    from .export import new_folder, write_frame, write_json
-    from .latex import heads_table
-    from .report import html, named_heads
+    from .files.export import new_folder, write_frame, write_json
+    from .files.latex import heads_table
+    from .page.report import html, named_heads
 
     whole = len(run.frames) + len(run.more) + len(more or {}) + 1
     with new_folder(out, overwrite=overwrite) as folder, progress("writing") as note:
@@ -220,13 +220,13 @@ def verify(
 
     Example: advantage-probe verify ./my-model --text page.txt
     """
-    from . import analyze as job
-    from .corpus import batches
+    from .inputs.corpus import batches
+    from .runs import analyze as job
 
     read, texts, name, _ = loaded(model, text, example, device=device, dtype=dtype, attention=attention)
     items = job.cut(texts, read.model, read.tokenizer, length=None, most=max_tokens)
     batch = next(batches(items[:1], 1, 0))
-    from ..probe.verify import verify as check
+    from ..probe.law.verify import verify as check
 
     place = next(read.model.parameters()).device
     with progress("verifying"):
@@ -290,8 +290,8 @@ def main() -> None:
         print(f"advantage-probe: {error.strerror}{where}; make room or choose another folder.", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
-        if "advantage_probe.hooks.refusals" in sys.modules:
-            from ..hooks.refusals import ProbeError
+        if "advantage_probe.hooks.errors" in sys.modules:
+            from ..hooks.errors import ProbeError
 
             if isinstance(error, ProbeError):
                 print(f"advantage-probe: {error}", file=sys.stderr)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import attention_registry, families, following, functional, transformer_lens
+from .adapters import families, functional, transformer_lens
+from .adapters import huggingface as attention_registry
+from .adapters import module_calls as following
 from .attachment import Attachment
 from .call import Receiver
 from .silent import silent

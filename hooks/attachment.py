@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from . import override
 from .call import AttentionCall, CallSite, FusingReceiver, Needs, Receiver
+from .errors import UnsupportedKernel
 from .forward import Forward, Frame, looks_padded, takes_inputs
+from .mask_cache import forget
 from .packing import Packing
 from .recomputation import Decision, Recomputations
-from .refusals import UnsupportedKernel
-from .remembered import forget
 from .running import Running
 from .site import Kind, Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall, CallSite
-from .refusals import UnsupportedKernel
+from .errors import UnsupportedKernel
 from .visibility import Structure, Visibility
 
 Deliver = Callable[[AttentionCall], None]

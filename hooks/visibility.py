@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .remembered import remembered
+from .mask_cache import remembered
 
 
 def shows(mask: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..hooks.refusals import BadInput, BadRequest
+from ..hooks.errors import BadInput, BadRequest
 
 FORMAT = 1
 _MARK = b"advantage_probe"

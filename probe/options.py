@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..hooks.refusals import BadRequest
+from ..hooks.errors import BadRequest
 
 Detail = Literal["heads", "tokens", "edges"]
 

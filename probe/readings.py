@@ -9,9 +9,9 @@ import pandas as pd
 from torch import nn
 
 from ..hooks.attachment import Attachment
-from ..hooks.refusals import BadRequest, MergeRefused
+from ..hooks.errors import BadRequest, MergeRefused
 from ..hooks.silent import uncalled
-from . import frames
+from . import tables as frames
 from .state import State
 from .steps import Steps
 

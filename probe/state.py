@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..hooks.call import AttentionCall, CallSite
-from ..hooks.refusals import LawViolated, MergeRefused
+from ..hooks.errors import LawViolated, MergeRefused
 from ..hooks.site import Site
-from . import blockwise, bootstrap
+from . import bootstrap
+from .documents import units
 from .edges import TopEdges
+from .law import blocks as blockwise
+from .law.vectors import Vectors
 from .statistics import DEGREE, INDEX, Sums, sequence_sums
 from .tokens import Tokens, positions, token_rows
-from .units import units
 from .updates import Updates
-from .vectors import Vectors
 
 # largest law_residual of a right reading, by the dtype in which the kernel returned its output: measured 1e-7 to 5e-6 in
 # float32; the smallest fault that was tried (a scale off by 1 %) gives 5e-4

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..hooks.call import AttentionCall
-from ..hooks.refusals import MergeRefused
+from ..hooks.errors import MergeRefused
 from . import bootstrap
-from .units import Units, split
-from .vectors import Vectors
+from .documents import Units, split
+from .law.vectors import Vectors
 
 # stored sum → degree in u
 SUMS: dict[str, int] = {

@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from ..hooks.refusals import BadRequest
-from . import frames
+from ..hooks.errors import BadRequest
+from . import tables as frames
 from .history import History
-from .loggers import Logger, flat
+from .loops.loggers import Logger, flat
 from .state import Key
 from .statistics import COLUMNS, Sums
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..hooks.call import AttentionCall
 from ..hooks.packing import documents
-from .vectors import Vectors
+from .law.vectors import Vectors
 
 # column → (degree in u, belongs to query rows)
 QUERY_COLUMNS = {

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..hooks.refusals import MergeRefused
-from .vectors import Vectors
+from ..hooks.errors import MergeRefused
+from .law.vectors import Vectors
 
 
 @dataclass(eq=False)

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 
 from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
-from ..hooks.refusals import BadRequest, ClosedWatch, NoAttentionSeen, NoGradientReached
+from ..hooks.errors import BadRequest, ClosedWatch, NoAttentionSeen, NoGradientReached
 from ..hooks.site import Site
-from . import frames, inductor, shown
+from . import shown
+from . import tables as frames
 from .history import History
+from .law import compiled_block as inductor
+from .law.vectors import Vectors
 from .options import Detail, Options
 from .readings import Readings
 from .state import State
 from .statistics import Sums
 from .steps import Step, Steps, loggers
-from .vectors import Vectors
 
 
 class Watch(Readings):

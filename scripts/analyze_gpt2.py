@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import advantage_probe as ap
 
-TEXT = Path(__file__).parent.parent / "analyses" / "texts" / "declaration.txt"
+TEXT = Path(__file__).parent.parent / "analyses" / "inputs" / "texts" / "declaration.txt"
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from sklearn.decomposition import IncrementalPCA
 
-from advantage_probe.analyses.manifolds.manifold import StreamingPCA
+from advantage_probe.analyses.vectors.pca import StreamingPCA
 
 
 def main() -> None:

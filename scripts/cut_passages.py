@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("raw", type=Path)
     raw = parser.parse_args().raw
-    target = Path(__file__).resolve().parent.parent / "analyses" / "texts"
+    target = Path(__file__).resolve().parent.parent / "analyses" / "inputs" / "texts"
     for genre in GENRES:
         files = sorted(path for path in (raw / genre).iterdir() if path.is_file())
         found = [part for path in files for part in passages(path.read_text(encoding="utf-8", errors="replace"), genre)]

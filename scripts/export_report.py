@@ -8,9 +8,9 @@ RUN is what `advantage-probe analyze` wrote. OUT gets a table per layer, the map
 import sys
 from pathlib import Path
 
-from advantage_probe.analyses import figures, plots
-from advantage_probe.analyses.head_figure import write_head
-from advantage_probe.analyses.stored import open_run
+from advantage_probe.analyses.pictures import figures, plots
+from advantage_probe.analyses.pictures.head_figure import write_head
+from advantage_probe.analyses.runs.stored import open_run
 
 
 def main() -> None:

@@ -12,13 +12,13 @@ import argparse
 import pandas as pd
 import torch
 
-from advantage_probe.analyses.against_truth import batches
 from advantage_probe.analyses.interventions.decodable import decodable_and_used, sequence_loss
 from advantage_probe.analyses.interventions.edits import strongest_head
 from advantage_probe.analyses.interventions.predicted import reach
-from advantage_probe.analyses.manifolds.collecting import collect
 from advantage_probe.analyses.manifolds.pictures import number
+from advantage_probe.analyses.vectors.collecting import collect
 from advantage_probe.analyses.wind_tunnels import load
+from advantage_probe.analyses.wind_tunnels.truth.against_truth import batches
 
 
 def show(title: str, table: pd.DataFrame) -> None:

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import torch
 
-from advantage_probe.analyses.wind_tunnels.calibration import by_position, errors, held_out, model_rows, table
-from advantage_probe.analyses.wind_tunnels.checkpoints import write_atomically
-from advantage_probe.analyses.wind_tunnels.controls import KINDS, RATES, Kind, called, sized_like, train_control
-from advantage_probe.analyses.wind_tunnels.models import parameter_count
-from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED, Recipe, shortened
-from advantage_probe.analyses.wind_tunnels.registry import tunnel
+from advantage_probe.analyses.wind_tunnels.tasks.registry import tunnel
+from advantage_probe.analyses.wind_tunnels.training.checkpoints import write_atomically
+from advantage_probe.analyses.wind_tunnels.training.controls import (
+    KINDS,
+    RATES,
+    Kind,
+    called,
+    sized_like,
+    train_control,
+)
+from advantage_probe.analyses.wind_tunnels.training.models import parameter_count
+from advantage_probe.analyses.wind_tunnels.training.recipes import SHIPPED, Recipe, shortened
+from advantage_probe.analyses.wind_tunnels.truth.calibration import by_position, errors, held_out, model_rows, table
 
 
 class Ledger:

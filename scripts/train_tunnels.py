@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED
-from advantage_probe.analyses.wind_tunnels.registry import tunnel
-from advantage_probe.analyses.wind_tunnels.training import train
+from advantage_probe.analyses.wind_tunnels.tasks.registry import tunnel
+from advantage_probe.analyses.wind_tunnels.training.recipes import SHIPPED
+from advantage_probe.analyses.wind_tunnels.training.runner import train
 
 
 def main() -> None:

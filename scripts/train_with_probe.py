@@ -12,7 +12,7 @@ import torch
 
 import advantage_probe as ap
 from advantage_probe.analyses.wind_tunnels import Bijection
-from advantage_probe.analyses.wind_tunnels.models import Shape, build
+from advantage_probe.analyses.wind_tunnels.training.models import Shape, build
 
 STEPS, SAVED = 200, 100
 

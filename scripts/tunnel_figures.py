@@ -3,8 +3,8 @@
 scripts/tunnel_figures.py.
 """
 
-from advantage_probe.analyses.wind_tunnels.recorded import recorded_controls
-from advantage_probe.analyses.wind_tunnels.shipped import MODELS, evaluate, shipped_names
+from advantage_probe.analyses.wind_tunnels.training.recorded import recorded_controls
+from advantage_probe.analyses.wind_tunnels.truth.shipped import MODELS, evaluate, shipped_names
 
 SEQUENCES = 2_000
 

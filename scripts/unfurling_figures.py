@@ -12,7 +12,7 @@ import torch
 from advantage_probe.analyses.manifolds.pictures import number
 from advantage_probe.analyses.manifolds.report import unfurling_report
 from advantage_probe.analyses.wind_tunnels import load
-from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED
+from advantage_probe.analyses.wind_tunnels.training.recipes import SHIPPED
 
 STEPS = (0, 250, 500, 1_000, 1_500, 2_000, 2_500, 3_000, 4_000, 5_000, 6_999)
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from advantage_probe.analyses import plots
-from advantage_probe.analyses.analyze import cross_entropy, cut
-from advantage_probe.analyses.corpus import Batch, batches
-from advantage_probe.analyses.examples import gemma, text_file
-from advantage_probe.analyses.figures import Caption, save
-from advantage_probe.analyses.loading import load
+from advantage_probe.analyses.inputs.corpus import Batch, batches
+from advantage_probe.analyses.inputs.examples import gemma, text_file
+from advantage_probe.analyses.inputs.loading import load
 from advantage_probe.analyses.manifolds.pictures import number
-from advantage_probe.probe.vocabulary import vocabulary
+from advantage_probe.analyses.pictures import plots
+from advantage_probe.analyses.pictures.figures import Caption, save
+from advantage_probe.analyses.runs.analyze import cross_entropy, cut
+from advantage_probe.analyses.weights.vocabulary import vocabulary
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from advantage_probe.hooks.call import AttentionCall, CallSite
 from advantage_probe.hooks.forward import Sequences
 from advantage_probe.hooks.site import Site
 from advantage_probe.hooks.visibility import Structure, Visibility
-from advantage_probe.probe.law import law
+from advantage_probe.probe.law.definition import law
 
 compiler = pytest.mark.skipif(not (which("g++") or which("clang++")), reason="inductor needs a C++ compiler")
 CASES = {

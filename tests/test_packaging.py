@@ -47,11 +47,11 @@ def test_everything_that_is_installed_is_pinned_and_torch_first() -> None:
 
 def test_every_shipped_text_is_packed_and_they_stay_small() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = settings["tool"]["setuptools"]["package-data"]["advantage_probe.analyses"]
-    packed = {path for pattern in patterns for path in (ROOT / "analyses").glob(pattern)}
-    texts = set((ROOT / "analyses" / "texts").rglob("*.*"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["advantage_probe.analyses.inputs"]
+    packed = {path for pattern in patterns for path in (ROOT / "analyses" / "inputs").glob(pattern)}
+    texts = set((ROOT / "analyses" / "inputs" / "texts").rglob("*.*"))
     assert len([path for path in texts if path.name.startswith("passages-")]) == 5
     assert texts <= packed
     assert sum(path.stat().st_size for path in texts) < 2_000_000
-    notes = (ROOT / "analyses" / "texts" / "README.md").read_text(encoding="utf-8")
+    notes = (ROOT / "analyses" / "inputs" / "texts" / "README.md").read_text(encoding="utf-8")
     assert all(path.name in notes for path in texts if path.name.startswith("passages-"))

@@ -18,10 +18,12 @@ from terminal import command
 
 import advantage_probe as ap
 from advantage_probe.analyses.dynamics import course, examined
-from advantage_probe.analyses.wind_tunnels import errors, recipes, registry
-from advantage_probe.analyses.wind_tunnels.models import Shape
-from advantage_probe.probe.frames import HISTORY
+from advantage_probe.analyses.wind_tunnels import errors
+from advantage_probe.analyses.wind_tunnels.tasks import registry
+from advantage_probe.analyses.wind_tunnels.training import recipes
+from advantage_probe.analyses.wind_tunnels.training.models import Shape
 from advantage_probe.probe.statistics import COLUMNS, SUMS
+from advantage_probe.probe.tables import HISTORY
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...hooks.attach import attach
 from ...hooks.call import AttentionCall, CallSite, Needs
-from ...hooks.refusals import BadRequest, NoAttentionSeen
+from ...hooks.errors import BadRequest, NoAttentionSeen
 from ...hooks.site import Site
-from ...probe.law import law
+from ...probe.law.definition import law
 
 Loss = Callable[[nn.Module], Tensor]
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from ...hooks.refusals import BadInput
-from ..wind_tunnels.checkpoints import save_state, write_atomically
-from ..wind_tunnels.models import Shape, build, logits
-from ..wind_tunnels.protocol import Episodes, Tunnel
-from ..wind_tunnels.recipes import Recipe
-from ..wind_tunnels.registry import tunnel
-from ..wind_tunnels.training import episode_length, learning_rate, objective
+from ...hooks.errors import BadInput
+from ..wind_tunnels.tasks.protocol import Episodes, Tunnel
+from ..wind_tunnels.tasks.registry import tunnel
+from ..wind_tunnels.training.checkpoints import save_state, write_atomically
+from ..wind_tunnels.training.models import Shape, build, logits
+from ..wind_tunnels.training.recipes import Recipe
+from ..wind_tunnels.training.runner import episode_length, learning_rate, objective
 from .frame import log_spaced
 from .roles import Frozen, Role
 

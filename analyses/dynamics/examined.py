@@ -18,13 +18,13 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ...hooks.refusals import BadRequest
+from ...hooks.errors import BadRequest
 from ...probe.watch import watch
 from ..wind_tunnels.errors import TunnelError
-from ..wind_tunnels.models import logits
-from ..wind_tunnels.protocol import Episodes, Tunnel
-from ..wind_tunnels.recipes import recipe
-from ..wind_tunnels.registry import tunnel
+from ..wind_tunnels.tasks.protocol import Episodes, Tunnel
+from ..wind_tunnels.tasks.registry import tunnel
+from ..wind_tunnels.training.models import logits
+from ..wind_tunnels.training.recipes import recipe
 from . import frame
 from .attention_calls import Head, Loss, heads
 from .course import SMALL, Course, Runner, checkpoints, continued, excess, load, state, train

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..figures import COLOURS, Caption, panels, save, style, title
-from ..plots import by_part, over_steps, two_timescales
+from ..pictures.figures import COLOURS, Caption, panels, save, style, title
+from ..pictures.plots import by_part, over_steps, two_timescales
 
 PRICE, FOLLOWING, SHARES, PRESSURES = "price of freezing", "following", "shares", "pressures"
 UNITS = {
@@ -103,7 +103,7 @@ def write_picture(data: pd.DataFrame, folder: Path, what: str, command: str, bet
 
 def saved_figure(checkpoints: pd.DataFrame, pressures: pd.DataFrame) -> Any:
     """Models of somebody else's run: frame and loss above the last model's, and the ratio of pressures per head."""
-    from ..plots import trajectories
+    from ..pictures.plots import trajectories
 
     drawing, places = panels(1, 2, 2.6)
     above = checkpoints["loss"] - float(checkpoints["loss"].iloc[-1])

@@ -16,8 +16,8 @@ from typing import Any
 
 import pandas as pd
 
-from ..export import TABLES, write_frame, write_json
-from ..paired import paired
+from ..files.export import TABLES, write_frame, write_json
+from ..intervals.paired import paired
 from . import frame, pictures
 from .course import FORKS
 from .examined import CUTS, FROZEN, Examined

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...hooks.refusals import BadRequest
+from ...hooks.errors import BadRequest
 
 Role = Literal["query", "key", "value", "output"]
 ROUTING: tuple[Role, ...] = ("query", "key")

@@ -20,12 +20,12 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ...hooks.refusals import BadInput
+from ...hooks.errors import BadInput
 from ...probe.watch import watch
-from ..analyze import cross_entropy, cut
-from ..corpus import batches
-from ..export import TABLES, write_frame, write_json
-from ..loading import load
+from ..files.export import TABLES, write_frame, write_json
+from ..inputs.corpus import batches
+from ..inputs.loading import load
+from ..runs.analyze import cross_entropy, cut
 from . import frame
 from .attention_calls import heads
 from .pictures import write_saved

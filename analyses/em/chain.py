@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from ...hooks.refusals import BadRequest
-from ..wind_tunnels.noisy_chain import NoisyChain
+from ...hooks.errors import BadRequest
+from ..wind_tunnels.tasks.noisy_chain import NoisyChain
 
 SYMBOLS, WIDTH, KEYS, VALUES = 8, 20, 10, 15
 SEEDS = (42, 2024, 1337, 7777, 9999)

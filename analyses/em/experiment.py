@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ...hooks.refusals import BadRequest
+from ...hooks.errors import BadRequest
 from .arms import ADAM, ARMS, Arm, Trained, train
 from .chain import HELD_OUT, SEEDS, Sequences, draw, oracle_entropy
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from ..figures import Caption, panels, save, style, title
-from ..plots import arms, paths
+from ..pictures.figures import Caption, panels, save, style, title
+from ..pictures.plots import arms, paths
 
 SHOWN = ("sgd", "values_x10", "closed_form")
 PANELS = (

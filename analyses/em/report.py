@@ -14,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from ..export import TABLES, write_frame, write_json
-from ..paired import Paired, paired
+from ..files.export import TABLES, write_frame, write_json
+from ..intervals.paired import Paired, paired
 from .arms import ARMS
 from .experiment import Experiment, curves, trajectories
 from .pictures import write_pictures

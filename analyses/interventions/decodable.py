@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..against_truth import batches as episode_batches
-from ..corpus import Batch
-from ..manifolds.collecting import collect
-from ..manifolds.nulls import DRAWS
+from ..inputs.corpus import Batch
+from ..intervals.nulls import DRAWS
 from ..manifolds.readout import grouped, order
-from ..manifolds.rows import rows_of
-from ..wind_tunnels.protocol import Episodes, Tunnel
+from ..vectors.collecting import collect
+from ..vectors.labelled import rows_of
+from ..wind_tunnels.tasks.protocol import Episodes, Tunnel
+from ..wind_tunnels.truth.against_truth import batches as episode_batches
 from .edits import Measure, Place, axis_effects, entropy_axis
 
 Array = NDArray[np.float64]

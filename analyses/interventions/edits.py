@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ...hooks.attach import attach
 from ...hooks.call import AttentionCall, CallSite, Needs
-from ...hooks.refusals import BadRequest
+from ...hooks.errors import BadRequest
 from ...hooks.site import Site
-from ..manifolds.nulls import DRAWS, bound, half_samples
+from ..intervals.nulls import DRAWS, bound, half_samples
 
 Array = NDArray[np.float64]
 Change = Callable[[Tensor], Tensor]

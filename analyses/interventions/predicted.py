@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from ...hooks.attach import attach
 from ...hooks.call import AttentionCall, CallSite, Needs
-from ...hooks.refusals import BadRequest, NoAttentionSeen
+from ...hooks.errors import BadRequest, NoAttentionSeen
 from ...hooks.site import Site
-from ...probe.law import law
+from ...probe.law.definition import law
 from ...probe.naming import label
 from ...probe.state import Key
-from ..corpus import Batch
+from ..inputs.corpus import Batch
 
 Step = Literal["values", "scores"]
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from ...probe.cache import cache_folder
-from ..wind_tunnels.checkpoints import load_weights
-from ..wind_tunnels.models import Shape, build
-from ..wind_tunnels.protocol import Episodes, Tunnel
-from ..wind_tunnels.recipes import Recipe
-from ..wind_tunnels.training import train
+from ...probe.law.cache import cache_folder
+from ..wind_tunnels.tasks.protocol import Episodes, Tunnel
+from ..wind_tunnels.training.checkpoints import load_weights
+from ..wind_tunnels.training.models import Shape, build
+from ..wind_tunnels.training.recipes import Recipe
+from ..wind_tunnels.training.runner import train
 
 STEPS = 1_500
 

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ..figures import SEQUENTIAL, Caption, panels, save, style, title
-from ..plots import manifold
+from ..pictures.figures import SEQUENTIAL, Caption, panels, save, style, title
+from ..pictures.plots import manifold
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

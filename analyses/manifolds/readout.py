@@ -17,9 +17,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from .manifold import Manifold, StreamingPCA
-from .nulls import DRAWS, FEW, Figure, exchanged, figure, half_samples
-from .rows import Rows
+from ..intervals.nulls import DRAWS, FEW, Figure, exchanged, figure, half_samples
+from ..vectors.labelled import Rows
+from ..vectors.pca import Manifold, StreamingPCA
 from .shapes import POINTS, RIDGE, SHARES, curve, dimension, shape, shares, two_nearest
 
 Array = NDArray[np.float64]

@@ -16,21 +16,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..against_truth import batches as episode_batches
-from ..pretrained.keys import fresh
-from ..pretrained.prompts import Prompts, residualised
-from ..wind_tunnels.models import build, logits
-from ..wind_tunnels.protocol import Tunnel
-from ..wind_tunnels.recipes import Recipe
-from ..wind_tunnels.shipped import load as load_tunnel
-from ..wind_tunnels.shipped import untrained_like
-from ..wind_tunnels.training import train
-from .collecting import By, Where, collect
+from ..inputs.prompts import Prompts, residualised
+from ..intervals.nulls import DRAWS
+from ..vectors.collecting import By, Where, collect
+from ..vectors.labelled import Rows, rows_of
+from ..vectors.pca import Manifold, StreamingPCA
+from ..weights.keys import fresh
+from ..wind_tunnels.tasks.protocol import Tunnel
+from ..wind_tunnels.training.models import build, logits
+from ..wind_tunnels.training.recipes import Recipe
+from ..wind_tunnels.training.runner import train
+from ..wind_tunnels.truth.against_truth import batches as episode_batches
+from ..wind_tunnels.truth.shipped import load as load_tunnel
+from ..wind_tunnels.truth.shipped import untrained_like
 from .exchanged import exchanged_model
-from .manifold import Manifold, StreamingPCA
-from .nulls import DRAWS
 from .readout import beside, read_out, unfurling
-from .rows import Rows, rows_of
 
 Array = NDArray[np.float64]
 Note = Callable[[int, int, str], None]

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .manifold import StreamingPCA
-from .nulls import DRAWS, Figure, figure, half_samples, permuted_columns
-from .rows import Rows
+from ..intervals.nulls import DRAWS, Figure, figure, half_samples, permuted_columns
+from ..vectors.labelled import Rows
+from ..vectors.pca import StreamingPCA
 
 Array = NDArray[np.float64]
 Groups = NDArray[np.int64]

@@ -19,14 +19,14 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
-from ..manifolds.collecting import Collected, collect
-from ..manifolds.nulls import DRAWS, half_samples
+from ..inputs.prompts import Prompts, residualised
+from ..inputs.rounding import rounding_noise
+from ..intervals.nulls import DRAWS, half_samples
 from ..manifolds.readout import beside, line, order
-from ..manifolds.rows import Rows
 from ..manifolds.shapes import shape, shares
-from .keys import cosines, fresh, head_columns, off_diagonal, orthogonality
-from .prompts import Prompts, residualised
-from .rounding import rounding_noise
+from ..vectors.collecting import Collected, collect
+from ..vectors.labelled import Rows
+from ..weights.keys import cosines, fresh, head_columns, off_diagonal, orthogonality
 
 Array = NDArray[np.float64]
 Note = Callable[[int, int, str], None]
@@ -152,7 +152,7 @@ def _manifold(seen: Collected, started: Collected, prompts: Prompts, draws: int,
     rows, note = _rows(seen, prompts)
     found = shape(rows, generator, draws, correlation_form=True)
     lines = [line(name, part, note) for name, part in found.items()]
-    from ..manifolds.manifold import pca
+    from ..vectors.pca import pca
 
     first = pca(rows.vectors, correlation=True).project(rows.vectors, 1)[:, 0]
     lines.append(line("PC1 with entropy", order(first, rows, rows.position, generator, draws), note))

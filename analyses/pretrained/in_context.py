@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..manifolds.collecting import Collected, collect
-from ..manifolds.manifold import pca
-from ..manifolds.nulls import DRAWS, bound, exchanged, half_samples
+from ..intervals.nulls import DRAWS, bound, exchanged, half_samples
 from ..manifolds.readout import inside
+from ..vectors.collecting import Collected, collect
+from ..vectors.pca import pca
 from .evidence import (
     SHOTS,
     beta_bernoulli,

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...hooks.refusals import BadInput
-from ..corpus import Batch, start_token
+from ...hooks.errors import BadInput
+from ..inputs.corpus import Batch, start_token
 from .evidence import LIKELIHOOD, SHOTS, predictive
 
 Array = NDArray[np.float64]

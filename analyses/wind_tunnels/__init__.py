@@ -7,50 +7,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .associative_recall import AssociativeRecall as AssociativeRecall
-    from .belief_process import BeliefProcess as BeliefProcess
-    from .beliefs import probe_beliefs as probe_beliefs
-    from .bijection import Bijection as Bijection
-    from .calibration import calibrate as calibrate
-    from .conjugate_counts import ConjugateCounts as ConjugateCounts
-    from .fresh_hidden_markov import FreshHiddenMarkov as FreshHiddenMarkov
-    from .hidden_markov import HiddenMarkov as HiddenMarkov
-    from .model_selection import ModelSelection as ModelSelection
-    from .noisy_chain import NoisyChain as NoisyChain
-    from .permutation_contest import PermutationContest as PermutationContest
-    from .protocol import Beliefs as Beliefs
-    from .protocol import Episodes as Episodes
-    from .protocol import Tunnel as Tunnel
-    from .recurrence_contest import RecurrenceContest as RecurrenceContest
-    from .registry import register as register
-    from .registry import tunnel as tunnel
-    from .registry import tunnel_names as tunnel_names
-    from .shipped import load as load
-    from .sticky_chain import StickyChain as StickyChain
-    from .training import train as train
+    from .tasks.associative_recall import AssociativeRecall as AssociativeRecall
+    from .tasks.belief_process import BeliefProcess as BeliefProcess
+    from .tasks.bijection import Bijection as Bijection
+    from .tasks.conjugate_counts import ConjugateCounts as ConjugateCounts
+    from .tasks.fresh_hidden_markov import FreshHiddenMarkov as FreshHiddenMarkov
+    from .tasks.hidden_markov import HiddenMarkov as HiddenMarkov
+    from .tasks.model_selection import ModelSelection as ModelSelection
+    from .tasks.noisy_chain import NoisyChain as NoisyChain
+    from .tasks.permutation_contest import PermutationContest as PermutationContest
+    from .tasks.protocol import Beliefs as Beliefs
+    from .tasks.protocol import Episodes as Episodes
+    from .tasks.protocol import Tunnel as Tunnel
+    from .tasks.recurrence_contest import RecurrenceContest as RecurrenceContest
+    from .tasks.registry import register as register
+    from .tasks.registry import tunnel as tunnel
+    from .tasks.registry import tunnel_names as tunnel_names
+    from .tasks.sticky_chain import StickyChain as StickyChain
+    from .training.runner import train as train
+    from .truth.beliefs import probe_beliefs as probe_beliefs
+    from .truth.calibration import calibrate as calibrate
+    from .truth.shipped import load as load
 
 _HOMES = {
-    "AssociativeRecall": "associative_recall",
-    "BeliefProcess": "belief_process",
-    "Beliefs": "protocol",
-    "Bijection": "bijection",
-    "ConjugateCounts": "conjugate_counts",
-    "Episodes": "protocol",
-    "FreshHiddenMarkov": "fresh_hidden_markov",
-    "HiddenMarkov": "hidden_markov",
-    "ModelSelection": "model_selection",
-    "NoisyChain": "noisy_chain",
-    "PermutationContest": "permutation_contest",
-    "RecurrenceContest": "recurrence_contest",
-    "StickyChain": "sticky_chain",
-    "Tunnel": "protocol",
-    "calibrate": "calibration",
-    "load": "shipped",
-    "probe_beliefs": "beliefs",
-    "register": "registry",
-    "train": "training",
-    "tunnel": "registry",
-    "tunnel_names": "registry",
+    "AssociativeRecall": "tasks.associative_recall",
+    "BeliefProcess": "tasks.belief_process",
+    "Beliefs": "tasks.protocol",
+    "Bijection": "tasks.bijection",
+    "ConjugateCounts": "tasks.conjugate_counts",
+    "Episodes": "tasks.protocol",
+    "FreshHiddenMarkov": "tasks.fresh_hidden_markov",
+    "HiddenMarkov": "tasks.hidden_markov",
+    "ModelSelection": "tasks.model_selection",
+    "NoisyChain": "tasks.noisy_chain",
+    "PermutationContest": "tasks.permutation_contest",
+    "RecurrenceContest": "tasks.recurrence_contest",
+    "StickyChain": "tasks.sticky_chain",
+    "Tunnel": "tasks.protocol",
+    "calibrate": "truth.calibration",
+    "load": "truth.shipped",
+    "probe_beliefs": "truth.beliefs",
+    "register": "tasks.registry",
+    "train": "training.runner",
+    "tunnel": "tasks.registry",
+    "tunnel_names": "tasks.registry",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -1,6 +1,6 @@
 """What a tunnel refuses, by name, each with the row at fault and the remedy in the sentence."""
 
-from ...hooks.refusals import ProbeError
+from ...hooks.errors import ProbeError
 
 
 class TunnelError(ProbeError, ValueError):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from advantage_probe.analyses import against_truth
-from advantage_probe.analyses.against_truth import Names, analyze_tunnel, batches
 from advantage_probe.analyses.wind_tunnels import load
+from advantage_probe.analyses.wind_tunnels.truth import against_truth
+from advantage_probe.analyses.wind_tunnels.truth.against_truth import Names, analyze_tunnel, batches
 
 
 def clock_and_noise(seed: int, episodes: int = 64, length: int = 12) -> tuple[np.ndarray, np.random.Generator]:

@@ -11,11 +11,11 @@ import zoo
 from torch import Tensor, nn
 
 import advantage_probe as ap
-from advantage_probe.analyses.attribution import FEWEST, agreement, attributed, direct_logit
-from advantage_probe.analyses.corpus import Window, batches
-from advantage_probe.analyses.frozen_norm import frozen
-from advantage_probe.hooks.projections import output_maps
-from advantage_probe.hooks.refusals import UnsupportedFamily
+from advantage_probe.analyses.inputs.corpus import Window, batches
+from advantage_probe.analyses.weights.attribution import FEWEST, agreement, attributed, direct_logit
+from advantage_probe.analyses.weights.frozen_norm import frozen
+from advantage_probe.analyses.weights.projections import output_maps
+from advantage_probe.hooks.errors import UnsupportedFamily
 
 
 def watched(model):
@@ -41,7 +41,7 @@ def test_it_is_the_change_of_the_targets_logit_when_the_pair_is_added_to_the_str
     assert found[~ends].notna().all()
     maps = {entry.site.module: entry.weight for entry in output_maps(model)}
     values: dict[str, torch.Tensor] = {}
-    from advantage_probe.analyses.manifolds.collecting import collect
+    from advantage_probe.analyses.vectors.collecting import collect
 
     for row in range(2):
         one = type(batch)(

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from advantage_probe.analyses.analyze import Run
-from advantage_probe.analyses.maps import FINE, POOLED, HeadMap, Maps
-from advantage_probe.analyses.report import LIMIT, html
-from advantage_probe.analyses.shown_columns import SHOWN
+from advantage_probe.analyses.page.report import LIMIT, html
+from advantage_probe.analyses.page.shown_columns import SHOWN
+from advantage_probe.analyses.runs.analyze import Run
+from advantage_probe.analyses.runs.maps import FINE, POOLED, HeadMap, Maps
 from advantage_probe.probe.statistics import SUMS
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

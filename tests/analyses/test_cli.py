@@ -19,9 +19,9 @@ import zoo
 from terminal import command as run
 from terminal import refused
 
-from advantage_probe.analyses.export import read_table
-from advantage_probe.analyses.stored import FORMAT, FRAMES
-from advantage_probe.hooks import attention_registry
+from advantage_probe.analyses.files.export import read_table
+from advantage_probe.analyses.runs.stored import FORMAT, FRAMES
+from advantage_probe.hooks.adapters import huggingface as attention_registry
 
 
 @pytest.fixture(scope="module")

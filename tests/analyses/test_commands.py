@@ -12,7 +12,8 @@ import pytest
 import typer
 from terminal import command
 
-from advantage_probe.analyses import cli, console
+from advantage_probe.analyses import cli
+from advantage_probe.analyses.commands import console
 
 # options whose meaning the command itself narrows: the text may differ, the type may not
 OWN_WORDS: dict[str, dict[str, str]] = {

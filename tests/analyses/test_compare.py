@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from advantage_probe.analyses import compare as compare_module
-from advantage_probe.analyses.compare import COMPARABLE, FEWEST, compare, halves
-from advantage_probe.analyses.maps import Maps
-from advantage_probe.analyses.stored import FORMAT, FRAMES, Stored, open_run
-from advantage_probe.hooks.refusals import BadInput
+from advantage_probe.analyses.intervals import compare as compare_module
+from advantage_probe.analyses.intervals.compare import COMPARABLE, FEWEST, compare, halves
+from advantage_probe.analyses.runs.maps import Maps
+from advantage_probe.analyses.runs.stored import FORMAT, FRAMES, Stored, open_run
+from advantage_probe.hooks.errors import BadInput
 from advantage_probe.probe.statistics import INDEX, SUMS, columns
 
 HEADS = 12

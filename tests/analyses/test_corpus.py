@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import RobertaConfig, RobertaForCausalLM
 
-from advantage_probe.analyses.corpus import context_of
+from advantage_probe.analyses.inputs.corpus import context_of
 
 
 def test_a_family_that_counts_positions_from_its_padding_id_has_a_shorter_context() -> None:

@@ -17,13 +17,13 @@ from matplotlib.text import Text
 from scipy import stats
 from terminal import command, refused
 
-from advantage_probe.analyses import figures
 from advantage_probe.analyses.dynamics import attention_calls, course, frame, pictures, real_steps, roles
 from advantage_probe.analyses.dynamics import examined as dynamics
 from advantage_probe.analyses.dynamics import report as dynamics_report
-from advantage_probe.analyses.wind_tunnels.models import Shape, logits
-from advantage_probe.analyses.wind_tunnels.recipes import Recipe
-from advantage_probe.hooks.refusals import BadInput, BadRequest
+from advantage_probe.analyses.pictures import figures
+from advantage_probe.analyses.wind_tunnels.training.models import Shape, logits
+from advantage_probe.analyses.wind_tunnels.training.recipes import Recipe
+from advantage_probe.hooks.errors import BadInput, BadRequest
 
 STEPS = 40
 

@@ -13,11 +13,12 @@ from matplotlib.text import Text
 from scipy import stats
 from terminal import command, refused
 
-from advantage_probe.analyses import figures, paired
 from advantage_probe.analyses.em import chain as em_chain
 from advantage_probe.analyses.em import experiment as em
 from advantage_probe.analyses.em import pictures as em_pictures
 from advantage_probe.analyses.em import report as em_report
+from advantage_probe.analyses.intervals import paired
+from advantage_probe.analyses.pictures import figures
 
 SHORT = (42, 2024)
 

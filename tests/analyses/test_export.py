@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from advantage_probe.analyses import export
-from advantage_probe.hooks.refusals import BadInput, BadRequest
+from advantage_probe.analyses.files import export
+from advantage_probe.hooks.errors import BadInput, BadRequest
 
 NASTY = [
     *("NA", "null", "None", "nan", "NaN", "", " ", "'", "''", '"', '""', "'=1", "a'b", ",", ";", "\\", "x"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from advantage_probe.analyses.dynamics import attention_calls, feedback, following, roles, step_size
-from advantage_probe.hooks.refusals import BadRequest
+from advantage_probe.hooks.errors import BadRequest
 
 B, H, T, V, C = 6, 2, 14, 5, 4
 

@@ -12,9 +12,11 @@ import torch
 import zoo
 from zoo import Words
 
-from advantage_probe.analyses.manifolds.collecting import collect
-from advantage_probe.analyses.pretrained import geometry, keys, prompts, rounding
-from advantage_probe.hooks.refusals import BadInput
+from advantage_probe.analyses.inputs import prompts, rounding
+from advantage_probe.analyses.pretrained import geometry
+from advantage_probe.analyses.vectors.collecting import collect
+from advantage_probe.analyses.weights import keys
+from advantage_probe.hooks.errors import BadInput
 
 # -- keys ---------------------------------------------------------------------------------------------------------------
 

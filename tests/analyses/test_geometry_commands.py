@@ -11,8 +11,8 @@ import zoo
 from terminal import command
 from terminal import refused as checked
 
-from advantage_probe.analyses.export import read_csv
-from advantage_probe.analyses.manifolds.manifold import Manifold
+from advantage_probe.analyses.files.export import read_csv
+from advantage_probe.analyses.vectors.pca import Manifold
 
 WORDS = tuple("abcdefghijklmnopqrstuvw")
 

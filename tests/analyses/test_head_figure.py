@@ -13,10 +13,10 @@ import pandas as pd
 import pytest
 from matplotlib.text import Text
 
-from advantage_probe.analyses import figures
-from advantage_probe.analyses.export import read_table
-from advantage_probe.analyses.head_figure import head_data, head_figure, starts, write_head
-from advantage_probe.analyses.maps import HeadMap
+from advantage_probe.analyses.files.export import read_table
+from advantage_probe.analyses.pictures import figures
+from advantage_probe.analyses.pictures.head_figure import head_data, head_figure, starts, write_head
+from advantage_probe.analyses.runs.maps import HeadMap
 
 TOKENS = ["$x$", "a_b^c", "مرحبا", " the", "\n", "", "</script>", "word" * 9]
 

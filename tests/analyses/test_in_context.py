@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zoo import Words
 
 from advantage_probe.analyses.pretrained import evidence, in_context, trials
-from advantage_probe.hooks.refusals import BadInput
+from advantage_probe.hooks.errors import BadInput
 
 
 def by_brute_force(shots: int) -> tuple[float, float]:

@@ -19,13 +19,16 @@ import torch
 import zoo
 from terminal import command, refused
 
-from advantage_probe.analyses import analyze, compare, export
 from advantage_probe.analyses.dynamics import course, examined
 from advantage_probe.analyses.em import experiment
+from advantage_probe.analyses.files import export
+from advantage_probe.analyses.intervals import compare
 from advantage_probe.analyses.manifolds import report as manifold_report
 from advantage_probe.analyses.pretrained import geometry, in_context
-from advantage_probe.analyses.wind_tunnels import checkpoints, recipes, training
-from advantage_probe.analyses.wind_tunnels.models import Shape
+from advantage_probe.analyses.runs import analyze
+from advantage_probe.analyses.wind_tunnels.training import checkpoints, recipes
+from advantage_probe.analyses.wind_tunnels.training import runner as training
+from advantage_probe.analyses.wind_tunnels.training.models import Shape
 
 
 def ctrl_c(*_: Any, **__: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from advantage_probe.analyses.corpus import Batch
+from advantage_probe.analyses.inputs.corpus import Batch
 from advantage_probe.analyses.interventions import predicted
 from advantage_probe.analyses.interventions.decodable import sequence_loss
 from advantage_probe.analyses.interventions.edits import (
@@ -27,9 +27,9 @@ from advantage_probe.analyses.interventions.edits import (
     strongest_head,
     swap,
 )
-from advantage_probe.analyses.manifolds.collecting import collect
+from advantage_probe.analyses.vectors.collecting import collect
 from advantage_probe.hooks import attachment, override
-from advantage_probe.hooks.refusals import BadRequest, UnsupportedKernel
+from advantage_probe.hooks.errors import BadRequest, UnsupportedKernel
 from advantage_probe.probe.watch import watch
 
 

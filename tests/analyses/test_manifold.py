@@ -9,8 +9,8 @@ import pytest
 import torch
 from sklearn.decomposition import PCA
 
-from advantage_probe.analyses.manifolds.manifold import Manifold, StreamingPCA, pca
-from advantage_probe.hooks.refusals import BadInput, BadRequest, MergeRefused
+from advantage_probe.analyses.vectors.pca import Manifold, StreamingPCA, pca
+from advantage_probe.hooks.errors import BadInput, BadRequest, MergeRefused
 
 
 def cloud(count: int = 600, width: int = 7, seed: int = 0, offset: float = 0.0) -> np.ndarray:

@@ -10,10 +10,10 @@ import torch
 import zoo
 from terminal import command, refused
 
-from advantage_probe.analyses.analyze import analyze
-from advantage_probe.analyses.corpus import Batch, Window, batches
-from advantage_probe.analyses.objective import Asked, Objective, objective
-from advantage_probe.hooks.refusals import BadInput
+from advantage_probe.analyses.inputs.corpus import Batch, Window, batches
+from advantage_probe.analyses.inputs.objective import Asked, Objective, objective
+from advantage_probe.analyses.runs.analyze import analyze
+from advantage_probe.hooks.errors import BadInput
 
 WINDOWS = [Window((3, 5, 7, 9, 11), "a.txt", 0), Window((2, 4, 6), "a.txt", 5)]
 
@@ -137,7 +137,7 @@ def test_a_run_with_other_targets_and_loss_can_be_compared_with_its_like_only(tm
 
 
 def test_the_doctor_finds_every_adapter_well_and_says_when_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from advantage_probe.analyses import doctor
+    from advantage_probe.analyses.commands import doctor
 
     result = command("doctor")
     assert result.returncode == 0, result.stdout + result.stderr

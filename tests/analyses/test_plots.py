@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from advantage_probe.analyses import figures, plots
-from advantage_probe.analyses.figures import COLUMN, PAGE, Caption, limit, save, smallest_text, thinned, token
-from advantage_probe.hooks.refusals import BadInput, BadRequest
+from advantage_probe.analyses.pictures import figures, plots
+from advantage_probe.analyses.pictures.figures import COLUMN, PAGE, Caption, limit, save, smallest_text, thinned, token
+from advantage_probe.hooks.errors import BadInput, BadRequest
 
 CAPTION = Caption("what it shows", "12 sequences", "loss", "95 % over sequences", "none", "analyze x")
 HARMFUL = ["$x$", "\\frac{1}{2}", "a_b^c", "مرحبا", "\u202eevil", "😀", "", " the", "a\nb", "x\ud83dy", "$"]

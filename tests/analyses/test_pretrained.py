@@ -6,13 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from advantage_probe.analyses import analyze as job
-from advantage_probe.analyses.corpus import read_text
-from advantage_probe.analyses.examples import gemma, text_file
-from advantage_probe.analyses.loading import load
-from advantage_probe.analyses.pretrained.prompts import drawn, prompts
+from advantage_probe.analyses.inputs.corpus import read_text
+from advantage_probe.analyses.inputs.examples import gemma, text_file
+from advantage_probe.analyses.inputs.loading import load
+from advantage_probe.analyses.inputs.prompts import drawn, prompts
 from advantage_probe.analyses.pretrained.trials import label_pairs
-from advantage_probe.hooks.projections import key_maps, output_maps, unembedding
+from advantage_probe.analyses.runs import analyze as job
+from advantage_probe.analyses.weights.projections import key_maps, output_maps, unembedding
 
 pytestmark = [
     pytest.mark.pretrained,

@@ -8,11 +8,7 @@ import torch
 from scipy.stats import rankdata, spearmanr
 from sklearn.linear_model import LinearRegression
 
-from advantage_probe.analyses.against_truth import batches
-from advantage_probe.analyses.manifolds import readout, shapes
-from advantage_probe.analyses.manifolds.collecting import collect
-from advantage_probe.analyses.manifolds.manifold import pca
-from advantage_probe.analyses.manifolds.nulls import (
+from advantage_probe.analyses.intervals.nulls import (
     benjamini_hochberg,
     bound,
     exchanged,
@@ -20,11 +16,15 @@ from advantage_probe.analyses.manifolds.nulls import (
     half_samples,
     permuted_columns,
 )
+from advantage_probe.analyses.manifolds import readout, shapes
 from advantage_probe.analyses.manifolds.report import tunnel_report, unfurling_report
-from advantage_probe.analyses.manifolds.rows import Rows, _distinct, rows_of
+from advantage_probe.analyses.vectors.collecting import collect
+from advantage_probe.analyses.vectors.labelled import Rows, _distinct, rows_of
+from advantage_probe.analyses.vectors.pca import pca
 from advantage_probe.analyses.wind_tunnels import load
-from advantage_probe.analyses.wind_tunnels.registry import tunnel
-from advantage_probe.hooks.refusals import BadInput
+from advantage_probe.analyses.wind_tunnels.tasks.registry import tunnel
+from advantage_probe.analyses.wind_tunnels.truth.against_truth import batches
+from advantage_probe.hooks.errors import BadInput
 
 
 def planted(count: int = 120, positions: int = 6, width: int = 5, strength: float = 1.0, seed: int = 0) -> Rows:
@@ -91,7 +91,7 @@ def test_where_entropy_is_a_function_of_the_group_that_is_said_and_nothing_corre
 
 
 def _names() -> tuple[str, ...]:
-    from advantage_probe.analyses.wind_tunnels.registry import tunnel_names
+    from advantage_probe.analyses.wind_tunnels.tasks.registry import tunnel_names
 
     return tuple(tunnel_names())
 
@@ -302,7 +302,7 @@ def test_layers_come_in_the_order_of_their_numbers() -> None:
 
     model = zoo.llama(num_hidden_layers=11)
     ids = torch.randint(3, zoo.VOCABULARY, (2, 5))
-    from advantage_probe.analyses.corpus import Batch
+    from advantage_probe.analyses.inputs.corpus import Batch
 
     found = collect(model, [Batch(ids, torch.ones_like(ids), ids)])
     assert list(found.vectors) == [f"L{layer}" for layer in range(11)]
@@ -321,9 +321,9 @@ def test_a_tunnel_report_holds_every_site_beside_an_untrained_model() -> None:
 
 
 def test_reading_while_training_does_not_change_the_training() -> None:
-    from advantage_probe.analyses.wind_tunnels.models import Shape
-    from advantage_probe.analyses.wind_tunnels.recipes import Recipe
-    from advantage_probe.analyses.wind_tunnels.training import train
+    from advantage_probe.analyses.wind_tunnels.training.models import Shape
+    from advantage_probe.analyses.wind_tunnels.training.recipes import Recipe
+    from advantage_probe.analyses.wind_tunnels.training.runner import train
 
     task, recipe = tunnel("coin"), Recipe(Shape("gpt2", 1, 2, 16), steps=12, batch=8, warm_up=2)
     table = unfurling_report(task, recipe, (0, 6, 11), 0, "output", episodes=50, draws=20)

@@ -11,13 +11,13 @@ import pytest
 import torch
 import zoo
 
-from advantage_probe.analyses import export, latex
-from advantage_probe.analyses.analyze import analyze
-from advantage_probe.analyses.corpus import Window
-from advantage_probe.analyses.report import html
-from advantage_probe.hooks.refusals import BadInput, BadRequest
-from advantage_probe.probe.frames import spell
+from advantage_probe.analyses.files import export, latex
+from advantage_probe.analyses.inputs.corpus import Window
+from advantage_probe.analyses.page.report import html
+from advantage_probe.analyses.runs.analyze import analyze
+from advantage_probe.hooks.errors import BadInput, BadRequest
 from advantage_probe.probe.statistics import SUMS
+from advantage_probe.probe.tables import spell
 
 EVIL = [
     "</script><script>alert(1)</script>",

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from sums import table
 
-from advantage_probe.analyses.resampled import LEVEL, Resampled, resampled
+from advantage_probe.analyses.intervals.resampled import LEVEL, Resampled, resampled
 
 COLUMN = "routing_pressure"
 

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from sums import table
 
-from advantage_probe.analyses import sentences as said
-from advantage_probe.analyses.resampled import FEWEST, resampled
+from advantage_probe.analyses.intervals.resampled import FEWEST, resampled
+from advantage_probe.analyses.page import sentences as said
 
 BOTH = (("encoder", "encoder_self"), ("decoder", "decoder_self"), ("decoder", "cross"))
 

@@ -12,10 +12,10 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from advantage_probe.analyses.analyze import Run, analyze
-from advantage_probe.analyses.corpus import Window
-from advantage_probe.analyses.manifolds.collecting import collect
-from advantage_probe.analyses.report import html
+from advantage_probe.analyses.inputs.corpus import Window
+from advantage_probe.analyses.page.report import html
+from advantage_probe.analyses.runs.analyze import Run, analyze
+from advantage_probe.analyses.vectors.collecting import collect
 
 LENGTH = 10
 
@@ -100,7 +100,7 @@ def test_the_page_has_a_line_and_pairs_for_each(run: Run) -> None:
 
 
 def test_manifolds_keep_their_values_apart(model: nn.Module) -> None:
-    from advantage_probe.analyses.corpus import batches
+    from advantage_probe.analyses.inputs.corpus import batches
 
     items = [Window(tuple(range(1, LENGTH)), "text", 0)]
     found = collect(model, batches(items, 1, 0), "value", "all").by("head")

@@ -17,10 +17,10 @@ import zoo
 from terminal import command, refused
 
 import advantage_probe as ap
-from advantage_probe.analyses import training_sentences as said
-from advantage_probe.analyses.courses import NUMBERS, STEPS, curve_lines, history_lines, thinned
-from advantage_probe.analyses.report import run_of
-from advantage_probe.analyses.sentences import sentences
+from advantage_probe.analyses.page import training_sentences as said
+from advantage_probe.analyses.page.courses import NUMBERS, STEPS, curve_lines, history_lines, thinned
+from advantage_probe.analyses.page.report import run_of
+from advantage_probe.analyses.page.sentences import sentences
 
 STEP = 1 / (2 * 8)
 
@@ -196,9 +196,9 @@ def test_the_command_draws_histories_and_refuses_what_is_none(tmp_path: Path) ->
 
 def test_a_watched_run_in_a_tunnel_becomes_a_page_with_its_curve(tmp_path: Path) -> None:
     from advantage_probe.analyses.wind_tunnels import Bijection
-    from advantage_probe.analyses.wind_tunnels.models import Shape
-    from advantage_probe.analyses.wind_tunnels.recipes import Recipe
-    from advantage_probe.analyses.wind_tunnels.training import train, train_watched
+    from advantage_probe.analyses.wind_tunnels.training.models import Shape
+    from advantage_probe.analyses.wind_tunnels.training.recipes import Recipe
+    from advantage_probe.analyses.wind_tunnels.training.runner import train, train_watched
 
     tunnel, recipe = Bijection(symbols=4, pairs=4), Recipe(Shape("gpt2", 1, 2, 16), steps=8, batch=4, warm_up=2)
     plain, curve = train(tunnel, recipe, tmp_path / "plain", name="bijection", interval=2)

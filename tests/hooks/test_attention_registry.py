@@ -12,8 +12,8 @@ import zoo
 from truth import gradients, recorded, relative, untouched
 
 import advantage_probe as ap
-from advantage_probe.hooks.attention_registry import read
-from advantage_probe.probe.law import law
+from advantage_probe.hooks.adapters.huggingface import read
+from advantage_probe.probe.law.definition import law
 
 KERNELS = [(family, kernel) for family, entry in zoo.FAMILIES.items() for kernel in entry.kernels]
 

@@ -16,8 +16,8 @@ from truth import recorded, relative
 
 import advantage_probe as ap
 from advantage_probe.hooks.packing import documents
-from advantage_probe.probe.law import law
-from advantage_probe.probe.verify import residuals
+from advantage_probe.probe.law.definition import law
+from advantage_probe.probe.law.verify import residuals
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

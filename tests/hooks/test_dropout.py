@@ -10,9 +10,9 @@ from torch import nn
 from truth import recorded, relative
 
 import advantage_probe as ap
-from advantage_probe.probe.law import law
+from advantage_probe.probe.law.definition import law
+from advantage_probe.probe.law.verify import residuals
 from advantage_probe.probe.statistics import COLUMNS, WITHOUT_WEIGHTS
-from advantage_probe.probe.verify import residuals
 
 
 def llama(kernel: str) -> nn.Module:

@@ -8,8 +8,8 @@ import torch
 from truth import recorded
 
 import advantage_probe as ap
-from advantage_probe.hooks.families import by_hand
-from advantage_probe.probe.law import law
+from advantage_probe.hooks.adapters.families import by_hand
+from advantage_probe.probe.law.definition import law
 
 HAND = [
     name for name, entry in census.FAMILIES.items() if entry.expected == "numbers" and entry.feed in ("text", "pair")
@@ -116,7 +116,7 @@ def test_dropout_of_a_family_by_hand_is_read_off_its_weights(name: str) -> None:
         torch.manual_seed(1)
         with recorded(model, inputs=True) as recorder:
             model(**batch).loss.backward()
-    from advantage_probe.probe.verify import residuals
+    from advantage_probe.probe.law.verify import residuals
 
     for call in recorder.calls:
         assert call.weights is not None

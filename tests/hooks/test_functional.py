@@ -15,8 +15,8 @@ from torch import nn
 from truth import recorded
 
 import advantage_probe as ap
-from advantage_probe.probe.law import law
-from advantage_probe.probe.verify import residuals
+from advantage_probe.probe.law.definition import law
+from advantage_probe.probe.law.verify import residuals
 
 STYLES = ["module", "name", "gqa", "mask", "window", "bias"]
 

@@ -17,7 +17,8 @@ import zoo
 from torch import nn
 
 import advantage_probe as ap
-from advantage_probe.hooks import attachment, compiled, override
+from advantage_probe.hooks import attachment, override
+from advantage_probe.hooks.adapters import compiled
 
 # -- no gradients, threads, copies -------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from torch import nn
 from truth import recorded, relative
 
 import advantage_probe as ap
-from advantage_probe.probe.law import law
-from advantage_probe.probe.verify import residuals
+from advantage_probe.probe.law.definition import law
+from advantage_probe.probe.law.verify import residuals
 
 
 def attend(mha: nn.MultiheadAttention, x: torch.Tensor, **arguments) -> torch.Tensor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advantage_probe.hooks.projections import chosen, key_maps, output_maps, unembedding
-from advantage_probe.hooks.refusals import BadRequest, NoAttentionSeen, UnsupportedFamily
+from advantage_probe.analyses.weights.projections import chosen, key_maps, output_maps, unembedding
+from advantage_probe.hooks.errors import BadRequest, NoAttentionSeen, UnsupportedFamily
 
 
 def interleaved(weight: Tensor, heads: int, part: int, parts: int = 3) -> Tensor:

@@ -17,8 +17,8 @@ from torch import nn
 from truth import KEPT, NAME, recorded, reference_registered, relative
 
 import advantage_probe as ap
-from advantage_probe.probe.law import law
-from advantage_probe.probe.verify import residuals
+from advantage_probe.probe.law.definition import law
+from advantage_probe.probe.law.verify import residuals
 
 
 def loss_of(model: nn.Module, family: str) -> torch.Tensor:

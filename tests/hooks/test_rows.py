@@ -9,7 +9,7 @@ from torch.nn import functional
 from truth import recorded, relative
 
 import advantage_probe as ap
-from advantage_probe.probe.law import law
+from advantage_probe.probe.law.definition import law
 
 
 class Heads(torch.nn.Module):

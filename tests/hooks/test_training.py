@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 from zoo import gpt2
 
 import advantage_probe as ap
-from advantage_probe.hooks.training import loss_names, shifts_labels, takes_items
+from advantage_probe.probe.loops.trainer import loss_names, shifts_labels, takes_items
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from torch import nn
 from truth import recorded, relative
 
 import advantage_probe as ap
-from advantage_probe.hooks import transformer_lens as adapter
-from advantage_probe.probe.law import law
-from advantage_probe.probe.verify import residuals
+from advantage_probe.hooks.adapters import transformer_lens as adapter
+from advantage_probe.probe.law.definition import law
+from advantage_probe.probe.law.verify import residuals
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: zoo.gpt2(scale_attn_by_inverse_layer_idx=False, attn_implementation="eager"),

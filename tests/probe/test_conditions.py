@@ -46,7 +46,7 @@ def _rank(rank: int, folder: str, port: int, sharded: bool) -> None:
     if rank == 0:
         whole = gathered[0]
         whole.merge(gathered[1])
-        from advantage_probe.probe import frames
+        from advantage_probe.probe import tables as frames
 
         frames.heads(whole, intervals=True).to_parquet(f"{folder}/merged.parquet")
     torch.distributed.destroy_process_group()

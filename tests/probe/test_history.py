@@ -15,8 +15,8 @@ import torch
 import zoo
 
 import advantage_probe as ap
-from advantage_probe.probe import frames
 from advantage_probe.probe import steps as steps_module
+from advantage_probe.probe import tables as frames
 from advantage_probe.probe.history import History
 
 

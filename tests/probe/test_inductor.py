@@ -14,7 +14,9 @@ from calls import CASES, call_of, compared, compiler
 
 import advantage_probe as ap
 from advantage_probe.hooks.visibility import Structure
-from advantage_probe.probe import blockwise, inductor, law
+from advantage_probe.probe.law import blocks as blockwise
+from advantage_probe.probe.law import compiled_block as inductor
+from advantage_probe.probe.law import definition as law
 
 pytestmark = compiler
 

@@ -14,8 +14,8 @@ from advantage_probe.hooks.call import AttentionCall, CallSite
 from advantage_probe.hooks.forward import Sequences
 from advantage_probe.hooks.site import Site
 from advantage_probe.hooks.visibility import Structure, Visibility
-from advantage_probe.probe import blockwise
-from advantage_probe.probe.law import law, vectors
+from advantage_probe.probe.law import blocks as blockwise
+from advantage_probe.probe.law.definition import law, vectors
 
 FAMILIES = ("gpt2", "llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "t5", "bart", "bert", "albert")
 ROWS = ("entropy", "sink", "expected", "advantage_square", "missed", "alignment", "score_square", "spread")

@@ -15,7 +15,8 @@ import torch
 from calls import CASES, call_of, compared
 
 from advantage_probe.hooks.visibility import Structure
-from advantage_probe.probe import blockwise, registers
+from advantage_probe.probe.law import blocks as blockwise
+from advantage_probe.probe.law import triton_block as registers
 
 pytest.importorskip("triton")
 
@@ -46,7 +47,7 @@ def test_all_of_it_passes_in_a_process_that_interprets() -> None:
 
 @pytest.fixture
 def kernels():
-    from advantage_probe.probe import kernels
+    from advantage_probe.probe.law import triton_kernels as kernels
 
     return kernels
 

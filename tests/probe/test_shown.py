@@ -6,7 +6,7 @@ import pandas as pd
 import zoo
 
 import advantage_probe as ap
-from advantage_probe.analyses.latex import escaped, heads_table, number
+from advantage_probe.analyses.files.latex import escaped, heads_table, number
 from advantage_probe.probe import shown
 
 

@@ -12,7 +12,7 @@ from truth import NAME, recorded, reference_registered
 
 import advantage_probe as ap
 from advantage_probe.probe import bootstrap
-from advantage_probe.probe.law import law
+from advantage_probe.probe.law.definition import law
 from advantage_probe.probe.state import State
 from advantage_probe.probe.statistics import COLUMNS, SUMS, Sums
 
@@ -117,7 +117,7 @@ def test_every_column_is_its_definition(family: str) -> None:
     state = State()
     for call in calls:
         state.add(call)
-    from advantage_probe.probe import frames
+    from advantage_probe.probe import tables as frames
 
     table = frames.heads(state).set_index(["module", "head"])
     for call in calls:
@@ -252,7 +252,7 @@ def test_a_non_finite_head_poisons_nothing_else() -> None:
         state.close_step()
         state.add(call)
         clean.add(call)
-    from advantage_probe.probe import frames
+    from advantage_probe.probe import tables as frames
 
     table, expected = frames.heads(state), frames.heads(clean)
     hit = table["head"] == 1

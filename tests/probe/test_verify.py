@@ -12,7 +12,7 @@ import advantage_probe as ap
 def test_verification_fails_on_a_wrong_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    from advantage_probe.hooks import attention_registry
+    from advantage_probe.hooks.adapters import huggingface as attention_registry
 
     model, batch = zoo.llama(), zoo.batch("llama")
     right = attention_registry.read

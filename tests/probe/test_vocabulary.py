@@ -9,13 +9,13 @@ import zoo
 from torch import Tensor, nn
 from zoo import Words
 
-from advantage_probe.analyses import plots
-from advantage_probe.analyses.corpus import Batch
+from advantage_probe.analyses.inputs.corpus import Batch
 from advantage_probe.analyses.interventions.edits import Edit, intervene
-from advantage_probe.analyses.manifolds.collecting import collect
-from advantage_probe.hooks.refusals import BadRequest, NoGradientReached
-from advantage_probe.probe import vocabulary as room
-from advantage_probe.probe.vocabulary import vocabulary
+from advantage_probe.analyses.pictures import plots
+from advantage_probe.analyses.vectors.collecting import collect
+from advantage_probe.analyses.weights import vocabulary as room
+from advantage_probe.analyses.weights.vocabulary import vocabulary
+from advantage_probe.hooks.errors import BadRequest, NoGradientReached
 
 
 def ids(rows: int = 3, length: int = 8) -> Tensor:

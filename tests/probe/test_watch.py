@@ -126,7 +126,7 @@ def test_layers_and_heads_restrict_the_tables() -> None:
 def test_edges_are_the_largest_score_gradients_of_the_whole_run() -> None:
     from truth import recorded
 
-    from advantage_probe.probe.law import law
+    from advantage_probe.probe.law.definition import law
 
     model = zoo.llama()
     with ap.watch(model, detail="edges", edges=6) as watch:
@@ -175,7 +175,7 @@ def test_token_rows_sum_to_the_heads_table() -> None:
 def test_update_directions_are_the_mean_of_the_value_gradients() -> None:
     from truth import recorded
 
-    from advantage_probe.probe.law import law
+    from advantage_probe.probe.law.definition import law
 
     model = zoo.llama()
     with ap.watch(model) as watch:
@@ -287,7 +287,7 @@ def test_an_untold_loss_weight_is_recorded_as_unknown() -> None:
 def test_a_wrong_reading_closes_the_watch_and_is_raised_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    from advantage_probe.hooks import attention_registry
+    from advantage_probe.hooks.adapters import huggingface as attention_registry
 
     model = zoo.llama()
     backward(model)

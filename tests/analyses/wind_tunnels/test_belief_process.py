@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from advantage_probe.analyses.wind_tunnels import BeliefProcess
-from advantage_probe.analyses.wind_tunnels.belief_process import stationary
 from advantage_probe.analyses.wind_tunnels.errors import BadMatrix, ImpossibleObservation
+from advantage_probe.analyses.wind_tunnels.tasks.belief_process import stationary
 
 
 def by_paths(process: BeliefProcess, tokens: list[int]) -> list[float]:

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from advantage_probe.analyses.wind_tunnels.bits import asked, entropy_bits
 from advantage_probe.analyses.wind_tunnels.errors import MalformedTokens
-from advantage_probe.analyses.wind_tunnels.protocol import Episodes, Tunnel
-from advantage_probe.analyses.wind_tunnels.registry import tunnel, tunnel_names
+from advantage_probe.analyses.wind_tunnels.tasks.bits import asked, entropy_bits
+from advantage_probe.analyses.wind_tunnels.tasks.protocol import Episodes, Tunnel
+from advantage_probe.analyses.wind_tunnels.tasks.registry import tunnel, tunnel_names
 
 NAMES = tunnel_names()
 MANY = 2_000

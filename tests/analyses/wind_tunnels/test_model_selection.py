@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from advantage_probe.analyses.wind_tunnels import ModelSelection
-from advantage_probe.analyses.wind_tunnels.bits import asked, total_variation
-from advantage_probe.analyses.wind_tunnels.calibration import held_out
 from advantage_probe.analyses.wind_tunnels.errors import ImpossibleObservation, MalformedTokens, TunnelError
+from advantage_probe.analyses.wind_tunnels.tasks.bits import asked, total_variation
+from advantage_probe.analyses.wind_tunnels.truth.calibration import held_out
 
 FIXED_FREE = [p for p in itertools.permutations(range(6)) if all(p[i] != i for i in range(6))]
 INVOLUTIONS = [p for p in FIXED_FREE if all(p[p[i]] == i for i in range(6))]

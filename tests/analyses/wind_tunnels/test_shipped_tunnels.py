@@ -2,10 +2,10 @@
 
 import pytest
 
-from advantage_probe.analyses.wind_tunnels.checkpoints import load_card
 from advantage_probe.analyses.wind_tunnels.errors import UnusableCheckpoint
-from advantage_probe.analyses.wind_tunnels.models import parameter_count
-from advantage_probe.analyses.wind_tunnels.shipped import MODELS, Check, evaluate, load, shipped_names
+from advantage_probe.analyses.wind_tunnels.training.checkpoints import load_card
+from advantage_probe.analyses.wind_tunnels.training.models import parameter_count
+from advantage_probe.analyses.wind_tunnels.truth.shipped import MODELS, Check, evaluate, load, shipped_names
 
 
 @pytest.mark.parametrize("name", shipped_names())

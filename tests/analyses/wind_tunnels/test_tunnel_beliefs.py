@@ -6,9 +6,11 @@ from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
 from sklearn.model_selection import LeaveOneGroupOut, cross_val_predict
 
-from advantage_probe.analyses.figures import PAGE
+from advantage_probe.analyses.pictures.figures import PAGE
 from advantage_probe.analyses.wind_tunnels import BeliefProcess, Bijection, ConjugateCounts, NoisyChain
-from advantage_probe.analyses.wind_tunnels.beliefs import (
+from advantage_probe.analyses.wind_tunnels.errors import TunnelError
+from advantage_probe.analyses.wind_tunnels.training.models import Shape, build
+from advantage_probe.analyses.wind_tunnels.truth.beliefs import (
     affine_fit,
     held_out_reading,
     one_hot_window,
@@ -17,8 +19,6 @@ from advantage_probe.analyses.wind_tunnels.beliefs import (
     residual_streams,
     simplex_picture,
 )
-from advantage_probe.analyses.wind_tunnels.errors import TunnelError
-from advantage_probe.analyses.wind_tunnels.models import Shape, build
 
 MESS3 = BeliefProcess.mess3()
 

@@ -8,8 +8,10 @@ import torch
 from scipy import stats
 
 from advantage_probe.analyses.wind_tunnels import Bijection
-from advantage_probe.analyses.wind_tunnels.bits import entropy_bits, kl_bits, total_variation
-from advantage_probe.analyses.wind_tunnels.calibration import (
+from advantage_probe.analyses.wind_tunnels.errors import TunnelError
+from advantage_probe.analyses.wind_tunnels.tasks.bits import entropy_bits, kl_bits, total_variation
+from advantage_probe.analyses.wind_tunnels.training.models import Shape, build
+from advantage_probe.analyses.wind_tunnels.truth.calibration import (
     by_position,
     calibrate,
     errors,
@@ -18,8 +20,6 @@ from advantage_probe.analyses.wind_tunnels.calibration import (
     summary,
     table,
 )
-from advantage_probe.analyses.wind_tunnels.errors import TunnelError
-from advantage_probe.analyses.wind_tunnels.models import Shape, build
 
 TASK = Bijection(symbols=6, pairs=5, repeats=0.5)
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 from terminal import command, refused
 
-from advantage_probe.analyses.wind_tunnels import checkpoints, shipped
+from advantage_probe.analyses.wind_tunnels.training import checkpoints
+from advantage_probe.analyses.wind_tunnels.truth import shipped
 
 
 def run(*words: object):
@@ -49,8 +50,8 @@ def test_bad_input_is_one_sentence_and_returncode_two(words, says):
 
 
 def test_a_run_of_ones_own_is_trained_evaluated_and_resumed(tmp_path, monkeypatch):
-    from advantage_probe.analyses.wind_tunnels import recipes
-    from advantage_probe.analyses.wind_tunnels.models import Shape
+    from advantage_probe.analyses.wind_tunnels.training import recipes
+    from advantage_probe.analyses.wind_tunnels.training.models import Shape
 
     small = recipes.Recipe(Shape("gpt2", 1, 2, 16), steps=20, batch=8, warm_up=4)
     monkeypatch.setitem(recipes.PRESETS, "tiny", small)

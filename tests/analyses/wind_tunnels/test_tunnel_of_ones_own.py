@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from advantage_probe.analyses.wind_tunnels import Beliefs, Episodes, Tunnel, calibrate, register, train, tunnel
-from advantage_probe.analyses.wind_tunnels.bits import entropy_bits, uniform_like
-from advantage_probe.analyses.wind_tunnels.models import Shape
-from advantage_probe.analyses.wind_tunnels.recipes import Recipe
+from advantage_probe.analyses.wind_tunnels.tasks.bits import entropy_bits, uniform_like
+from advantage_probe.analyses.wind_tunnels.training.models import Shape
+from advantage_probe.analyses.wind_tunnels.training.recipes import Recipe
 
 
 @register("loaded-die")

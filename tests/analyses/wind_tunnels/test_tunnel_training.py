@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from advantage_probe.analyses.wind_tunnels import Bijection, ConjugateCounts, NoisyChain
-from advantage_probe.analyses.wind_tunnels.calibration import calibrate, held_out, model_rows, table
-from advantage_probe.analyses.wind_tunnels.checkpoints import load_card, load_run, write_atomically
-from advantage_probe.analyses.wind_tunnels.controls import KINDS, called, control, train_controls
 from advantage_probe.analyses.wind_tunnels.errors import TunnelError, UnknownTunnel, UnusableCheckpoint
-from advantage_probe.analyses.wind_tunnels.models import Shape, build, logits, parameter_count
-from advantage_probe.analyses.wind_tunnels.recipes import PRESETS, Recipe, recipe, shortened
-from advantage_probe.analyses.wind_tunnels.recorded import ranges, recorded_controls
-from advantage_probe.analyses.wind_tunnels.shipped import MODELS, shipped_names
-from advantage_probe.analyses.wind_tunnels.training import episode_length, learning_rate, objective, train
+from advantage_probe.analyses.wind_tunnels.training.checkpoints import load_card, load_run, write_atomically
+from advantage_probe.analyses.wind_tunnels.training.controls import KINDS, called, control, train_controls
+from advantage_probe.analyses.wind_tunnels.training.models import Shape, build, logits, parameter_count
+from advantage_probe.analyses.wind_tunnels.training.recipes import PRESETS, Recipe, recipe, shortened
+from advantage_probe.analyses.wind_tunnels.training.recorded import ranges, recorded_controls
+from advantage_probe.analyses.wind_tunnels.training.runner import episode_length, learning_rate, objective, train
+from advantage_probe.analyses.wind_tunnels.truth.calibration import calibrate, held_out, model_rows, table
+from advantage_probe.analyses.wind_tunnels.truth.shipped import MODELS, shipped_names
 
 TASK = Bijection(symbols=4, pairs=4, repeats=0.5)
 TINY = Recipe(Shape("gpt2", 1, 2, 16), steps=24, batch=8, warm_up=4)

@@ -1,0 +1,1 @@
+"""From text and names to models and batches."""

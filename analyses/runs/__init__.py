@@ -1,0 +1,1 @@
+"""One run: made, kept, opened again."""

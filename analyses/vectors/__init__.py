@@ -1,0 +1,1 @@
+"""Values, keys and outputs collected and projected."""

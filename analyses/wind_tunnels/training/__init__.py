@@ -1,0 +1,1 @@
+"""Transformers trained in tunnels, and their controls."""

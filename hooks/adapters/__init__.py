@@ -1,0 +1,1 @@
+"""How a model computes attention: one adapter for each way."""

@@ -1,0 +1,400 @@
+"""The law in O(T) memory: blocks of queries against all the keys they can see, in one pass.
+
+The same numbers as `law.vectors`, by other formulas where those are cheaper: entropy follows from the log-normaliser;
+usage, coherence and the value gradient from one product αᵀ[u, ‖u‖, 1]; distances, in causal order, from usage. Masked
+scores are finite, so that nothing becomes NaN on the way. Rows that do not count are left out by `where`, never by
+multiplying.
+
+Shapes: B batch, H query heads, K key/value heads, Q query positions, S key positions, D head width, V value width;
+inside a block b, h, r stand for the part of B, H, Q at hand and s for the keys that its rows can see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...hooks.call import AttentionCall
+from ...hooks.errors import BadRequest, UnsupportedKernel
+from ...hooks.visibility import HIDDEN
+from ..edges import Edges, join, of_block, strongest
+from . import compiled_block as inductor
+from . import triton_block as registers
+from .row_sums import ROWS, table
+from .vectors import Vectors
+
+BLOCK_ENTRIES = 1 << 19  # scores held at once: a few buffers of this size stay in the cache
+
+
+def compute_dtype(call: AttentionCall) -> torch.dtype:
+    """float64 for float64 calls, else float32.
+
+    Raises:
+        UnsupportedKernel: for queries that are not floating point.
+    """
+    if not call.query.is_floating_point():
+        raise UnsupportedKernel(f"Attention in {call.query.dtype} has no gradient; run the model in a float dtype.")
+    return torch.float64 if call.query.dtype == torch.float64 else torch.float32
+
+
+def block_sizes(batch: int, heads: int, queries: int, keys: int, entries: int) -> tuple[int, int, int]:
+    """(b, h, r) with b·h·r·S about `entries` at most: whole batches for short sequences, few rows for long ones.
+
+    Raises:
+        BadRequest: when `entries` is not positive.
+    """
+    if entries < 1:
+        raise BadRequest(f"The block size must be at least 1 entry, not {entries}.")
+    # up to 128 rows, but at least four blocks of them where queries are few: blocks skip the keys that no row can see
+    r = min(queries, max(32, min(128, entries // max(1, keys), -(-queries // 4))))
+    h = max(1, min(heads, entries // max(1, r * keys)))
+    if h < heads:
+        return 1, h, r
+    return max(1, min(batch, entries // max(1, r * keys * heads))), h, r
+
+
+def vectors(
+    call: AttentionCall,
+    *,
+    edges: int = 0,
+    tokens: bool = True,
+    gradients: bool = False,
+    compiled: bool = False,
+    entries: int = BLOCK_ENTRIES,
+) -> Vectors:
+    """Both laws for every query row and every key of `call`.
+
+    Args:
+        call: one attention call.
+        edges: how many of the strongest score gradients of either direction to keep per batch row and head.
+        tokens: also what only token rows show, `spread`; without it that is 0.
+        gradients: also ∂L/∂q and ∂L/∂k, for calls whose every row counts and that have no cap.
+        compiled: what lies between the products by `inductor.py`, on the CPU, where the call is of the kind that it knows.
+        entries: upper bound on the scores that are held at once.
+
+    Raises:
+        BadRequest: for a block size that is not positive. UnsupportedKernel: for dtypes without a gradient.
+    """
+    compute_dtype(call)  # refuses what has no gradient
+    if not edges and not gradients and entries == BLOCK_ENTRIES and registers.usable(call):
+        return registers.vectors(call, tokens=tokens)
+    work = _Pass(call, edges, tokens, gradients, compiled)
+    batch, heads, queries, _ = call.query.shape
+    b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
+    routed, anti_routed = [], []
+    for first in range(0, batch, b):
+        rows = slice(first, min(first + b, batch))
+        parts = [work.heads(rows, slice(head, min(head + h, heads)), r) for head in range(0, heads, h)]
+        found = [part for part in parts if part is not None]
+        if found:
+            routed.append(join([part[0] for part in found], 1))
+            anti_routed.append(join([part[1] for part in found], 1))
+    return work.finish((join(routed, 0), join(anti_routed, 0)) if routed else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What lies between the products of a block: α and w (b,h,r,s); D where it is wanted again; [u, ‖u‖, 1 if live]
+    (b,h,r,V+2); the table of its rows (ROWS,b,h,r); where alignment is known (b,h,r); edges where they are kept.
+    """
+
+    attention: Tensor
+    weights: Tensor
+    score_gradient: Tensor | None
+    users: Tensor
+    rows: Tensor
+    aligned: Tensor
+    edges: tuple[Edges, Edges] | None = None
+
+
+def accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into (b,h,·,·) += left (b,h,·,r) right (b,h,r,·), without a buffer for the product where into is one stack."""
+    if into.shape[0] == 1:
+        into[0].baddbmm_(left[0], right[0])
+    else:
+        into += torch.matmul(left, right)
+
+
+class _Pass:
+    """The sums of one call, filled block by block."""
+
+    def __init__(self, call: AttentionCall, edges: int, tokens: bool, gradients: bool, compiled: bool) -> None:
+        self.call, self.edges, self.tokens = call, edges, tokens
+        self.dtype, device = compute_dtype(call), call.query.device
+        self.swept = compiled and not edges and device.type == "cpu" and call.sinks is None and call.weights is None
+        self.batch, self.query_heads, self.queries, _ = call.query.shape
+        self.keys, self.width = call.key.shape[2], call.value.shape[3]
+        shape = (self.batch, self.query_heads)
+        counted = call.visibility.counted(self.batch, device)
+        self.seen, self.uniform = call.visibility.counts(self.batch, counted)
+        self.usable = (counted[:, None] & (self.seen > 0)).expand(*shape, self.queries)
+        self.blind = (counted[:, None] & (self.seen == 0)).sum(-1).expand(shape)
+        self.rows = torch.zeros(len(ROWS), *shape, self.queries, dtype=self.dtype, device=device)
+        self.zeros = torch.zeros((), dtype=self.dtype, device=device).expand(*shape, self.queries)
+        self.ones = torch.ones((), dtype=self.dtype, device=device).expand(*shape, self.queries)
+        # Σ_j α b equals u·o up to the kernel's rounding, unless the kernel rounds coarsely, drops weights or has a sink
+        self.precise = (
+            call.output.dtype in (torch.float32, torch.float64) and call.weights is None and call.sinks is None
+        )
+        self.aligned = torch.zeros(*shape, self.queries, dtype=torch.bool, device=device)
+        self.all_live = bool(self.usable.all())
+        self.query_gradient = self.key_gradient = None
+        if gradients:
+            if not self.all_live or call.call.softcap is not None:
+                raise BadRequest("Gradients come with calls whose every row counts and that have no cap.")
+            self.query_gradient = torch.zeros(call.query.shape, dtype=self.dtype, device=device)
+            across = (*shape, call.key.shape[3], self.keys)  # as the moments: the product is faster this way round
+            self.key_gradient = torch.zeros(across, dtype=self.dtype, device=device)
+        # per key: m_j, Σ_i w_ij ‖u_i‖ and Σ_i w_ij
+        self.moments = torch.zeros(*shape, self.width + 2, self.keys, dtype=self.dtype, device=device)
+        # only where they do not follow from the moments
+        dropped, two_sided = call.weights is not None, not call.visibility.one_sided()
+        self.usage = torch.zeros(*shape, self.keys, dtype=self.dtype, device=device) if dropped else None
+        self.reach = torch.zeros(*shape, self.queries, dtype=self.dtype, device=device) if two_sided else None
+
+    def heads(self, batch: slice, heads: slice, r: int) -> tuple[Edges, Edges] | None:
+        """All blocks of some heads of some batch rows; returns their edges."""
+        keys, values = self.of_heads(self.call.key, batch, heads), self.of_heads(self.call.value, batch, heads)
+        found = []
+        for start in range(0, self.queries, r):
+            stop = min(start + r, self.queries)
+            low, high = self.call.visibility.structure.span(start, stop, self.keys)
+            if high > low:
+                place = (batch, heads, slice(start, stop))
+                edges = self.block(place, keys[..., low:high, :], values[..., low:high, :], low)
+                if edges is not None:
+                    found.append(edges)
+        if not found:
+            return None
+        return strongest([part[0] for part in found], self.edges), strongest([part[1] for part in found], self.edges)
+
+    def of_heads(self, tensor: Tensor, batch: slice, heads: slice) -> Tensor:
+        """What the query heads `heads` read of a (B,K,S,·) tensor: (b,h,S,·)."""
+        if self.call.group == 1:
+            return tensor[batch, heads].to(self.dtype).contiguous()
+        owner = torch.arange(heads.start, heads.stop, device=tensor.device) // self.call.group
+        return tensor[batch][:, owner].to(self.dtype)
+
+    def of_owners(self, tensor: Tensor) -> Tensor:
+        """What query heads (B,H,S,·) give to the key/value heads that they read, added up: (B,K,S,·)."""
+        return tensor if self.call.group == 1 else tensor.unflatten(1, (-1, self.call.group)).sum(2)
+
+    def counted(self, tensor: Tensor, live: Tensor) -> Tensor:
+        """(…, r, ·) in the dtype of the pass, 0 in rows that do not count."""
+        tensor = tensor.to(self.dtype)
+        return tensor if self.all_live else torch.where(live[..., None], tensor, 0.0)
+
+    def block(
+        self, place: tuple[slice, slice, slice], keys: Tensor, values: Tensor, low: int
+    ) -> tuple[Edges, Edges] | None:
+        """Rows `place` against the keys (b,h,s,D) and values (b,h,s,V), which start at position `low`."""
+        call, (batch, heads, span) = self.call, place
+        high = low + keys.shape[-2]
+        live = self.usable[place]
+        query = call.query[place].to(self.dtype) * (call.call.scale if call.call.softcap is None else 1.0)
+        upstream, output = self.counted(call.upstream[place], live), self.counted(call.output[place], live)
+        # every row sees the keys before `edge`; only the rest has to be masked
+        edge = call.visibility.shared(span.start, low, high)
+        visible = bias = None
+        if not (self.swept and call.visibility.mask is None and call.visibility.bias is None):
+            visible, bias = call.visibility.block(
+                batch, heads, span.start, span.stop, low + edge, high, call.query.device
+            )
+
+        score = torch.matmul(query, keys.transpose(-1, -2))
+        if call.call.softcap is not None:
+            score.mul_(call.call.scale / call.call.softcap).tanh_().mul_(call.call.softcap)
+        if bias is not None:
+            score[..., edge:] += bias.to(self.dtype)
+        find = self.swept_block if self.swept else self.passed_block
+        found = find(place, score, visible, edge, upstream, output, values, low)
+        self.rows[:, *place], self.aligned[place] = found.rows, found.aligned
+
+        if self.query_gradient is not None and self.key_gradient is not None:
+            assert found.score_gradient is not None
+            self.query_gradient[place] = torch.matmul(found.score_gradient, keys).mul_(call.call.scale)
+            # the scale is in `query`
+            accumulate(self.key_gradient[batch, heads, :, low:high], query.mT, found.score_gradient)
+        # per key: [u, ‖u‖, 1]ᵀ w
+        accumulate(self.moments[batch, heads, :, low:high], found.users.mT, found.weights)
+        if self.usage is not None:
+            counted = live[..., None].to(self.dtype)
+            self.usage[batch, heads, low:high] += torch.matmul(found.attention.mT, counted)[..., 0]
+        if self.reach is not None:
+            own, other = call.visibility.positions(call.query.device)
+            apart = (own[span, None] - other[None, low:high]).abs().to(self.dtype)
+            apart[:, max(0, self.keys - call.visibility.added - low) :] = 0  # a column that is no token lies nowhere
+            self.reach[place] = torch.where(live, (found.attention * apart).sum(-1), 0.0)
+        return found.edges
+
+    def n(self, place: tuple[slice, slice, slice]) -> Tensor:
+        """(b,1 or h,r): n_i of some rows, at least 1."""
+        batch, heads, span = place
+        seen = self.seen[batch, heads if self.seen.shape[1] > 1 else slice(None), span]
+        return seen.clamp(min=1).to(self.dtype)
+
+    def swept_block(
+        self,
+        place: tuple[slice, slice, slice],
+        score: Tensor,
+        visible: Tensor | None,
+        edge: int,
+        upstream: Tensor,
+        output: Tensor,
+        values: Tensor,
+        low: int,
+    ) -> _Found:
+        """What lies between the products, compiled: for calls without sinks, dropped weights and edges."""
+        if visible is None:  # order and window decide, if anything does
+            structure, (rows, keys) = self.call.visibility.structure, score.shape[2:]
+            start = place[2].start + structure.offset - low
+            shown = inductor.window(structure, start, rows, keys, self.queries, self.keys, self.dtype)
+        else:
+            alike = visible.shape[0] == visible.shape[1] == 1
+            shown = (visible[0, 0] if alike else visible.expand(score.shape).flatten(0, 1)).to(self.dtype)
+            shown = shown.expand(*shown.shape[:-2], *score.shape[2:])
+        gradient = self.query_gradient is not None
+        found = inductor.compiled(self.dtype, shown.dim() == 2, gradient)(
+            score.flatten(0, 1),
+            torch.matmul(upstream, values.mT).flatten(0, 1),
+            shown.contiguous(),
+            upstream.flatten(0, 1).contiguous(),
+            output.flatten(0, 1).contiguous(),
+            self.usable[place].flatten(0, 1).contiguous(),
+            self.n(place).expand(score.shape[:3]).flatten(0, 1).contiguous(),
+        )
+        parts = [part.unflatten(0, score.shape[:2]) for part in found[:-2]]
+        table_, aligned = found[-2].unflatten(1, score.shape[:2]), found[-1].unflatten(0, score.shape[:2])
+        return _Found(parts[0], parts[0], parts[1] if gradient else None, parts[-1], table_, aligned)
+
+    def passed_block(
+        self,
+        place: tuple[slice, slice, slice],
+        score: Tensor,
+        visible: Tensor | None,
+        edge: int,
+        upstream: Tensor,
+        output: Tensor,
+        values: Tensor,
+        low: int,
+    ) -> _Found:
+        """What lies between the products, pass by pass, for every call.
+
+        Every pass over the (b,h,r,s) entries counts: `score` and `buffer` are reused, and a sum that follows from others
+        is not taken again.
+        """
+        call, (_, heads, span) = self.call, place
+        live, n = self.usable[place], self.n(place)
+        hidden = None if visible is None else ~visible
+        shown = None if visible is None else visible.to(self.dtype)  # multiplying is cheaper than filling
+        if shown is not None:
+            score[..., edge:].add_((shown - 1) * -HIDDEN)
+
+        # α, its normaliser and entropy
+        attention = torch.softmax(score, -1)
+        normaliser = score.amax(-1) - attention.amax(-1).log()  # ln Σ_j exp s_ij: the largest α is exp(max s) over it
+        if call.sinks is not None:
+            sinks = call.sinks[heads].to(self.dtype)[None, :, None]
+            mass = torch.sigmoid(normaliser - sinks)
+            sink = torch.sigmoid(sinks - normaliser)
+            attention *= mass[..., None]
+            normaliser = torch.logaddexp(normaliser, sinks)
+        else:
+            mass, sink = self.ones[place], self.zeros[place]
+        buffer = torch.mul(attention, score)  # hidden: 0 · finite
+        entropy = normaliser * mass - buffer.sum(-1)
+
+        # b and its mean E under α; E is u·o where that is precise, and then D shows how well it is
+        compatibility = torch.matmul(upstream, values.mT, out=score)
+        received = (upstream * output).sum(-1)
+        weights, reached = attention, received
+        if self.precise:
+            expected = received
+        else:
+            expected = torch.mul(attention, compatibility, out=buffer).sum(-1)
+            reached = expected
+        if call.weights is not None:
+            weights = call.weights[place][..., low : low + score.shape[-1]].to(self.dtype)
+            if hidden is not None:
+                weights = weights.clone()
+                weights[..., edge:].masked_fill_(hidden, 0.0)
+            reached = torch.mul(weights, compatibility, out=buffer).sum(-1)
+            score_gradient = buffer.addcmul(attention, reached[..., None], value=-1)  # D = w b − α (u·o)
+            less = compatibility.sub_(expected[..., None])
+        else:
+            less = compatibility.sub_(expected[..., None])  # b − E = −A, 0 where hidden
+            score_gradient = torch.mul(attention, less, out=buffer)
+        if shown is not None:
+            less[..., edge:].mul_(shown)
+        edges = None
+        if self.edges:
+            alive = torch.where(live[..., None], score_gradient, 0.0)
+            edges = of_block(alive, attention, -less, expected, span.start, low, self.edges)
+        # A averages to 0 under α, so the best key has A ≥ 0 and the zeros of hidden keys never win; not so with sinks
+        best = less
+        if hidden is not None and call.sinks is not None:
+            best = less.clone()
+            best[..., edge:].masked_fill_(hidden, torch.inf)
+        missed = 0.0 - best.amin(-1)
+        score_norm = torch.linalg.vector_norm(score_gradient, dim=-1)
+        spread = torch.linalg.vector_norm(score_gradient, ord=1, dim=-1) if self.tokens else self.zeros[place]
+        if call.weights is not None:
+            torch.mul(attention, less, out=buffer)
+        less_mean = buffer.sum(-1)  # Σ_j α (b − E): 0, up to sinks and rounding
+        spare = buffer if self.query_gradient is None else torch.empty_like(buffer)  # D is needed again
+        advantage_square = torch.mul(buffer, less, out=spare).sum(-1)
+
+        # alignment of α_i and A_i over V_i, and the slope towards even attention
+        varied = torch.sub(attention, (mass / n)[..., None], out=spare)
+        if shown is not None:
+            varied[..., edge:].mul_(shown)
+        norm = torch.linalg.vector_norm(upstream, dim=-1)
+        rows, aligned = table(
+            live=live,
+            n=n,
+            mass=mass,
+            sink=sink,
+            entropy=entropy,
+            expected=expected,
+            deviation=less_mean if self.precise else reached - received,
+            missed=missed,
+            score_norm=score_norm,
+            spread=spread,
+            less_sum=less.sum(-1),
+            less_square=torch.linalg.vector_norm(less, dim=-1).square(),
+            less_mean=less_mean,
+            advantage_square=advantage_square,
+            variation=torch.linalg.vector_norm(varied, dim=-1).square(),
+            upstream_norm=norm,
+        )
+        users = torch.cat([upstream, norm[..., None], live[..., None].to(self.dtype)], -1)
+        rows = rows if self.all_live else torch.where(live, rows, 0.0)
+        return _Found(attention, weights, score_gradient, users, rows, aligned, edges)
+
+    def finish(self, edges: tuple[Edges, Edges] | None) -> Vectors:
+        call, device = self.call, self.call.query.device
+        usage = self.moments[..., -1, :] if self.usage is None else self.usage
+        distance = None if self.reach is None else self.reach.sum(-1)
+        if distance is None:  # every key lies before its query
+            own, other = call.visibility.positions(device)
+            mass = torch.where(self.usable, 1 - self.rows[ROWS.index("sink")], 0.0)
+            distance = (mass * own.to(self.dtype)).sum(-1) - (usage * other.to(self.dtype)).sum(-1)
+        first = call.visibility.first_key(call.call.sequences.key_rows, self.batch, device)
+        return Vectors(
+            counted=self.usable,
+            blind=self.blind,
+            aligned=self.aligned,
+            distance=distance,
+            reach=self.reach,
+            first_key=usage.gather(-1, first[:, None, None].expand(-1, self.query_heads, 1))[..., 0],
+            usage=usage,
+            user_norm=self.moments[..., -2, :],
+            value_gradient=self.moments[..., : self.width, :].transpose(-1, -2).contiguous(),
+            uniform=self.uniform,
+            edges=edges,
+            query_gradient=self.query_gradient,
+            key_gradient=None if self.key_gradient is None else self.of_owners(self.key_gradient.mT),
+            **dict(zip(ROWS, self.rows)),
+        )

@@ -1,0 +1,1 @@
+"""The watch inside other people's training loops."""
