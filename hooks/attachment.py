@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from . import override
 from .call import AttentionCall, CallSite, FusingReceiver, Needs, Receiver
 from .errors import UnsupportedKernel
-from .forward import Forward, Frame, looks_padded, takes_inputs
+from .forward import Forward, Running
 from .mask_cache import forget
-from .packing import Packing
 from .recomputation import Decision, Recomputations
-from .running import Running
+from .sequences import Frame, Packing, looks_padded, takes_inputs
 from .site import Kind, Site, describe
 from .tap import Delivery, recomputing, saving_is_hooked
 

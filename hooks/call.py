@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .forward import Sequences
+from .sequences import Sequences
 from .site import Site
 from .visibility import Visibility
 
@@ -58,12 +58,11 @@ class CallSite:
     hidden: bool = False
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """One call with its tensors, as the backward pass delivers it.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionCall(CallSite):
+    """One call with its tensors, as the backward pass delivers it: what `CallSite` says of it, and
 
     Attributes:
-        call: the `CallSite`.
         delivery: 0 for the first gradient that came back to this call, 1 for the next (`retain_graph`), …
         query (B,H,Q,D), key (B,K,S,D), value (B,K,S,V): as the kernel got them (rotated, before group repetition).
         output (B,H,Q,V): Σ_j w_ij v_j as the kernel returned it; upstream (B,H,Q,V): ∂L/∂output.
@@ -73,7 +72,6 @@ class AttentionCall:
         query_gradient, key_gradient, value_gradient: ∂L/∂ of the three inputs, where wanted.
     """
 
-    call: CallSite
     delivery: int
     query: Tensor
     key: Tensor
@@ -91,6 +89,16 @@ class AttentionCall:
     def group(self) -> int:
         """Query heads per key/value head, H / K; query head h reads key/value head h // group."""
         return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def plain(self) -> bool:
+        """True for a softmax of scaled, masked scores and nothing else: what specialised passes are written for."""
+        return is_plain(self.softcap, self.sinks, self.weights, self.hidden)
+
+
+def is_plain(softcap: float | None, sinks: Tensor | None, weights: object, hidden: bool) -> bool:
+    """The one definition of a plain call: no cap, no sink, no dropped weight, known or hidden."""
+    return softcap is None and sinks is None and weights is None and not hidden
 
 
 class Editor(Protocol):

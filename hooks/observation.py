@@ -16,9 +16,8 @@ from torch import Tensor
 from .attachment import Plan
 from .call import AttentionCall, CallSite, Editor
 from .errors import ProbeError
-from .fused import fusable, fused
-from .running import stacks
-from .tap import Delivery, Replay, tap_inputs, tap_output
+from .forward import stacks
+from .tap import Delivery, Replay, fusable, fused, tap_inputs, tap_output
 from .visibility import Structure, Visibility
 
 
@@ -132,7 +131,18 @@ class Observation:
         context = output.transpose(1, 2)
         nothing = output.new_zeros(()).expand(context.shape)
         weights = second if reading.weights else None
-        return AttentionCall(call, 0, self.query, self.key, value, context, nothing, visibility, reading.sinks, weights)
+        return AttentionCall(
+            **vars(call),
+            delivery=0,
+            query=self.query,
+            key=self.key,
+            value=value,
+            output=context,
+            upstream=nothing,
+            visibility=visibility,
+            sinks=reading.sinks,
+            weights=weights,
+        )
 
     def _tapped(self, reading: Reading, value: Tensor, output: Tensor, second: Any) -> Tensor:
         named = {"query": self.query, "key": self.key, "value": value, "mask": reading.mask, "bias": reading.bias}

@@ -2,11 +2,14 @@
 
 The qualified module name is the only key that is unique in every model: `layer_idx` is shared by encoder, decoder and
 cross attention, is None or -1 in some modules, and is absent in others. Layer, stack and kind only describe the key.
+Modules of which nothing is captured are described here as well: layers that mix tokens without softmax attention (state
+spaces, recurrences, convolutions), and attention that made no call.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +23,11 @@ _LAYERS = re.compile(
 _CROSS = re.compile(
     r"^(?:enc(?:oder)?_?dec(?:oder)?_?att(?:ention|n)|encoder_att(?:ention|n)|cross_?att(?:ention|n)|encdecattention)",
     re.IGNORECASE,
+)
+_ATTENTION = re.compile(r"Attention\d*$")
+_MIXERS = re.compile(
+    r"(Mamba\d*|Mixer|MambaLayer|GatedDeltaNet|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Rglru|RGLRU"
+    r"|LightningAttention|LinearAttention|RwkvSelfAttention|Retention)$"
 )
 _STACKS = (
     ("vision", re.compile(r"^(vision|visual|image|pixel)", re.IGNORECASE)),
@@ -79,3 +87,29 @@ def describe(name: str, module: nn.Module, hint: Kind | None = None) -> Site:
         causal = getattr(module, "is_causal", None)
         kind = "decoder_self" if causal or (causal is None and not hasattr(module, "is_decoder")) else "encoder_self"
     return Site(name, layer, stack, kind)
+
+
+def unmixed(model: nn.Module) -> tuple[Site, ...]:
+    """The outermost modules of `model` whose class says that they mix tokens without a softmax."""
+    found: list[Site] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{site.module}.") for site in found)
+        if name and not inside and _MIXERS.search(type(module).__name__):
+            found.append(describe(name, module, "decoder_self"))
+    return tuple(found)
+
+
+def uncalled(model: nn.Module, called: Collection[str], others: Iterable[Site] = ()) -> tuple[Site, ...]:
+    """The outermost modules of `model` whose class says that they are attention, while none of the modules `called` (by
+    name) lies in them or around them; `others` and what lies in them are known to be something else.
+    """
+    found: list[Site] = []
+    for whole, module in model.named_modules():
+        name = ".".join(part for part in whole.split(".") if part not in ("_orig_mod", "_original_component"))
+        if not name or not _ATTENTION.search(type(module).__name__):
+            continue
+        known = [*called, *(site.module for site in (*others, *found))]
+        related = any(name == one or name.startswith(f"{one}.") or one.startswith(f"{name}.") for one in known)
+        if not related:
+            found.append(describe(name, module, "decoder_self"))
+    return tuple(found)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..hooks.call import AttentionCall
-from ..hooks.forward import digest
 from ..hooks.mask_cache import remembered
-from ..hooks.packing import crosses, documents
+from ..hooks.sequences import crosses, digest, documents
 from .law.vectors import Vectors
 
 _PER_SEQUENCE = ("blind", "distance", "first_key")
@@ -47,7 +46,7 @@ class Units:
 
 def units(call: AttentionCall) -> Units | None:
     """The documents of a packed call that attention keeps apart; None where every batch row is one sequence."""
-    positions, rows = call.call.sequences.positions, call.call.sequences.query_rows
+    positions, rows = call.sequences.positions, call.sequences.query_rows
     visibility, batch = call.visibility, call.query.shape[0]
     if positions is None or not visibility.paired or visibility.queries != visibility.keys:
         return None
@@ -63,13 +62,13 @@ def units(call: AttentionCall) -> Units | None:
     if not apart:
         return None
     # forwards whose backwards come together may share position ids and hold other tokens
-    told = call.call.sequences
+    told = call.sequences
     return remembered(("units", told.identities), (number, told.query_ids, rows), lambda: _units(call, number))
 
 
 def _units(call: AttentionCall, number: Tensor) -> Units:
     number = number.cpu()
-    ids, real = call.call.sequences.query_ids, call.call.sequences.query_rows
+    ids, real = call.sequences.query_ids, call.sequences.query_rows
     places: list[Tensor] = []
     owners, identities = [], []
     for row in range(len(number)):
@@ -81,9 +80,7 @@ def _units(call: AttentionCall, number: Tensor) -> Units:
             places.append(place)
             owners.append(row)
             if ids is None:
-                identities.append(
-                    digest(str(call.call.sequences.identities[row]).encode(), str(int(document)).encode())
-                )
+                identities.append(digest(str(call.sequences.identities[row]).encode(), str(int(document)).encode()))
             else:  # as of the same document in a row of its own
                 identities.append(digest(ids[row].cpu().to(torch.int64)[tokens].contiguous().numpy().tobytes()))
     longest = max(len(place) for place in places)
@@ -111,7 +108,7 @@ def split(call: AttentionCall, rows: Vectors, found: Units) -> tuple[Tensor, Vec
 
 def _first(found: Units, call: AttentionCall) -> Tensor:
     """(U,) place within each unit of its first token that is not padding."""
-    real = call.call.sequences.query_rows
+    real = call.sequences.query_rows
     there = found.real
     if real is not None:
         there = there & real.cpu()[found.row[:, None], found.places]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ..hooks.forward import Sequences
+from ..hooks.sequences import Sequences
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,19 +146,19 @@ class State:
         Raises:
             LawViolated: when the recomputed weights do not reproduce the kernel's output.
         """
-        if call.call.hidden:  # α is known, w is not: nothing that u enters can be said
+        if call.hidden:  # α is known, w is not: nothing that u enters can be said
             call, edges, tokens = replace(call, upstream=torch.zeros_like(call.upstream)), 0, False
         rows = blockwise.vectors(call, edges=edges, tokens=tokens, gradients=gradients, compiled=compiled)
         found = units(call)
         sums = sequence_sums(call, rows, found)
         heads = call.query.shape[1]
         _check(call, sums)
-        entry = self.entries.setdefault(Key(call.call.site, call.call.use, call.delivery), _unseen())
+        entry = self.entries.setdefault(Key(call.site, call.use, call.delivery), _unseen())
         if not entry.heads:
             entry.heads, entry.group, entry.sums = heads, call.group, Sums.empty(heads)
         elif (entry.heads, entry.group) != (heads, call.group):
-            raise MergeRefused(f"{call.call.site.module} changed from {entry.heads} to {heads} heads within a step.")
-        identities = call.call.sequences.identities
+            raise MergeRefused(f"{call.site.module} changed from {entry.heads} to {heads} heads within a step.")
+        identities = call.sequences.identities
         entry.reachable = True
         entry.sums.imprecise = max(entry.sums.imprecise, TOLERANCE.get(call.output.dtype, 1e-4) / 10)
         units_ = identities if found is None else found.identities
@@ -171,11 +171,11 @@ class State:
                 entry.keep(identity, part)
         if entry.updates is None:
             entry.updates = Updates.empty(heads, call.value.shape[-1])
-        if not call.call.hidden:
+        if not call.hidden:
             entry.updates.add(rows, scale)
         if edges and rows.edges is not None:
             strongest = TopEdges.empty(heads, edges)
-            strongest.add(rows.edges, call.call.sequences, positions(call))
+            strongest.add(rows.edges, call.sequences, positions(call))
             strongest.divide(scale)
             entry.edges = entry.edges or TopEdges.empty(heads, edges)
             entry.edges.merge(strongest)
@@ -218,7 +218,7 @@ def _check(call: AttentionCall, sums: torch.Tensor) -> None:
         head = int(wrong.nonzero()[0])
         value = float((residual[head] / scale[head]).sqrt())
         raise LawViolated(
-            f"{call.call.site.module}, head {head}: the weights recomputed for {call.call.implementation!r} do not "
+            f"{call.site.module}, head {head}: the weights recomputed for {call.implementation!r} do not "
             f"reproduce the head's output (law_residual {value:.1e}, at most {limit:.0e} allowed), so nothing said "
             "about it could be trusted; leave the layer out with layers=, or load the model with "
             "attn_implementation='sdpa'."

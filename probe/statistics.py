@@ -96,7 +96,7 @@ def sequence_sums(call: AttentionCall, rows: Vectors, found: Units | None = None
     sums = {
         **dict(zip(_OF_ROWS, of_rows, strict=True)),
         "queries": queries,
-        "hidden_queries": queries if call.call.hidden else torch.zeros_like(queries),
+        "hidden_queries": queries if call.hidden else torch.zeros_like(queries),
         "blind_queries": rows.blind,
         "first_key": rows.first_key,
         "distance": rows.distance,

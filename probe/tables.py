@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ..hooks.forward import NON_TOKENS
+from ..hooks.sequences import NON_TOKENS
 from ..hooks.site import Site
 from .edges import TopEdges
 from .naming import label, shared_modules

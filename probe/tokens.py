@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..hooks.call import AttentionCall
-from ..hooks.packing import documents
+from ..hooks.sequences import documents
 from .law.vectors import Vectors
 
 # column → (degree in u, belongs to query rows)
@@ -74,7 +74,7 @@ def _copy(call: TokenRows) -> TokenRows:
 
 def token_rows(call: AttentionCall, rows: Vectors) -> TokenRows:
     """The token rows of one call: queries that count, and keys that some counted query can see."""
-    sequences = call.call.sequences
+    sequences = call.sequences
     m = rows.value_gradient
     norm = m.norm(dim=-1)
     value = call.value.to(m.dtype).repeat_interleave(call.group, 1)
@@ -104,7 +104,7 @@ def positions(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
     Packed documents start again with each document. Queries behind a cached prefix count on from it.
     """
-    sequences, batch = call.call.sequences, call.query.shape[0]
+    sequences, batch = call.sequences, call.query.shape[0]
     own, other = call.visibility.positions(call.query.device)
     given = sequences.positions
     if given is not None and len(other) == given.shape[1] and documents(given, sequences.query_rows) is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from advantage_probe.hooks.call import AttentionCall, CallSite
-from advantage_probe.hooks.forward import Sequences
+from advantage_probe.hooks.sequences import Sequences
 from advantage_probe.hooks.site import Site
 from advantage_probe.hooks.visibility import Structure, Visibility
 from advantage_probe.probe.law.definition import law
@@ -48,14 +48,14 @@ def call_of(
         rows = torch.ones(batch, queries, dtype=torch.bool)
         rows[0, -5:] = False
     call = AttentionCall(
-        site,
-        0,
-        draw(batch, queries, heads, width).transpose(1, 2),  # as models have them: not contiguous
-        draw(batch, heads // group, keys, width),
-        draw(batch, heads // group, keys, 18),
-        draw(batch, heads, queries, 18),
-        draw(batch, heads, queries, 18),
-        Visibility(structure, queries, keys, mask, rows=rows, paired=case != "cross"),
+        **vars(site),
+        delivery=0,
+        query=draw(batch, queries, heads, width).transpose(1, 2),  # as models have them: not contiguous
+        key=draw(batch, heads // group, keys, width),
+        value=draw(batch, heads // group, keys, 18),
+        output=draw(batch, heads, queries, 18),
+        upstream=draw(batch, heads, queries, 18),
+        visibility=Visibility(structure, queries, keys, mask, rows=rows, paired=case != "cross"),
     )
     weights = law(call, torch.float64).weights
     value = call.value.double().repeat_interleave(group, 1)

@@ -290,7 +290,7 @@ def quiet() -> Any:
 def examine(name: str) -> Finding:
     """Build the family, hold both laws against its autograd, and say what came of it."""
     import advantage_probe as ap
-    from advantage_probe.hooks.silent import silent
+    from advantage_probe.hooks.site import silent
 
     with quiet():
         model, given = build(name), batch(name)

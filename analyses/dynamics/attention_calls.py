@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...hooks.attach import attach
-from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.attach import calls
+from ...hooks.call import AttentionCall
 from ...hooks.errors import BadRequest, NoAttentionSeen
-from ...hooks.site import Site
 from ...probe.law.definition import law
 
 Loss = Callable[[nn.Module], Tensor]
@@ -49,24 +48,6 @@ class Head:
         return self.attention.shape[1] // self.value.shape[1]
 
 
-class _Collector:
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
-        self.error: Exception | None = None
-
-    def wants(self, site: Site) -> Needs:
-        return Needs()
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def receive(self, call: AttentionCall) -> None:
-        self.calls.append(call)
-
-    def refuse(self, error: Exception) -> None:
-        self.error = error
-
-
 def double(model: nn.Module) -> nn.Module:
     """A float64 copy in eval mode, to be moved about freely."""
     return copy.deepcopy(model).double().eval()
@@ -82,7 +63,7 @@ def heads(model: nn.Module, loss: Loss) -> dict[str, Head]:
     Raises:
         NoAttentionSeen: where no call could be read. BadRequest: where a module is called more than once.
     """
-    collector = _Collector()
+    delivered: list[AttentionCall] = []
     read: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -91,7 +72,6 @@ def heads(model: nn.Module, loss: Loss) -> dict[str, Head]:
 
         return hook
 
-    attachment = attach(model, collector)
     # every module is listened to and only the attention ones are kept: their names are known after the forward
     handles = [
         module.register_forward_pre_hook(keep(name), with_kwargs=True)
@@ -100,23 +80,21 @@ def heads(model: nn.Module, loss: Loss) -> dict[str, Head]:
     ]
     try:
         model.zero_grad(set_to_none=True)
-        loss(model).backward()
+        with calls(model, delivered.append):
+            loss(model).backward()
     finally:
-        attachment.close()
         for handle in handles:
             handle.remove()
-    if collector.error is not None:
-        raise collector.error
     found: dict[str, Head] = {}
-    for call in collector.calls:
-        name = call.call.site.module
+    for call in delivered:
+        name = call.site.module
         if name in found:
             raise BadRequest(f"{name} is called more than once in a forward; its steps cannot be told apart.")
         terms = law(call)
         gradient = terms.value_gradient
         found[name] = Head(
             name,
-            call.call.site.layer,
+            call.site.layer,
             terms.attention.detach(),
             terms.advantage.detach(),
             terms.score_gradient.detach(),

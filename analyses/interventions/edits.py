@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...hooks.attach import attach
-from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.attach import edited
+from ...hooks.call import AttentionCall, CallSite
 from ...hooks.errors import BadRequest
 from ...hooks.site import Site
 from ..intervals.nulls import DRAWS, bound, half_samples
@@ -141,37 +141,26 @@ def displaced(change: Change, axis: Array | Tensor, heads: slice) -> Change:
 
 @dataclass(eq=False)
 class _Intervener:
-    """The receiver: changes what the edits say."""
+    """Changes what the edits say, and notes which of them had something to change."""
 
-    edits_made: tuple[Edit, ...]
-    edits: bool = True
+    edits: tuple[Edit, ...]
     reached: set[int] = field(default_factory=set)
     layers: set[int] = field(default_factory=set)
 
-    def wants(self, site: Site) -> Needs | None:
+    def wanted(self, site: Site) -> bool:
         if site.kind == "cross":
-            return None
+            return False
         self.layers.add(site.layer)
-        return Needs(editor=self) if any(edit.layer == site.layer for edit in self.edits_made) else None
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        self.reached.update(range(len(self.edits_made)))
-        raise error
-
-    def receive(self, call: AttentionCall) -> None:
-        pass
+        return any(edit.layer == site.layer for edit in self.edits)
 
     def value(self, call: CallSite, value: Tensor) -> Tensor:
         return self._changed("value", call, value)
 
     def output(self, call: AttentionCall) -> Tensor:
-        return self._changed("output", call.call, call.output)
+        return self._changed("output", call, call.output)
 
     def _changed(self, place: Place, call: CallSite, tensor: Tensor) -> Tensor:
-        for number, edit in enumerate(self.edits_made):
+        for number, edit in enumerate(self.edits):
             if edit.layer != call.site.layer or edit.place != place:
                 continue
             self.reached.add(number)
@@ -201,11 +190,8 @@ def intervene(model: nn.Module, *edits: Edit) -> Iterator[None]:
             gradient checkpoints, where an edit would be lost.
     """
     receiver = _Intervener(tuple(edits))
-    attachment = attach(model, receiver)
-    try:
+    with edited(model, value=receiver.value, output=receiver.output, wanted=receiver.wanted):
         yield
-    finally:
-        attachment.close()
     missed = sorted({edit.layer for number, edit in enumerate(edits) if number not in receiver.reached})
     if missed:
         seen = sorted(receiver.layers)

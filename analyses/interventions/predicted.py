@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...hooks.attach import attach
-from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.attach import calls, edited, within_one_sequence
+from ...hooks.call import AttentionCall, CallSite
 from ...hooks.errors import BadRequest, NoAttentionSeen
 from ...hooks.site import Site
 from ...probe.law.definition import law
@@ -44,20 +44,10 @@ class _Gradients:
     score_gradient: dict[Key, Tensor] = field(default_factory=dict)
     value: dict[Key, Tensor] = field(default_factory=dict)
     attention: dict[Key, Tensor] = field(default_factory=dict)
-    error: Exception | None = None
 
-    def wants(self, site: Site) -> Needs | None:
-        return None if site.kind == "cross" else Needs()
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        self.error = error
-
-    def receive(self, call: AttentionCall) -> None:
+    def keep(self, call: AttentionCall) -> None:
         whole = law(call)
-        key = Key(call.call.site, call.call.use)
+        key = Key(call.site, call.use)
         self.value_gradient[key] = whole.value_gradient.unflatten(1, (-1, call.group)).sum(2)
         self.score_gradient[key], self.value[key] = whole.score_gradient, call.value.detach().clone()
         self.attention[key] = whole.attention
@@ -72,19 +62,9 @@ class _Stepper:
     head: int
     size: float
     gradient: Tensor
-    edits: bool = True
 
-    def wants(self, site: Site) -> Needs | None:
-        return Needs(editor=self) if site == self.key.site else None
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        raise error
-
-    def receive(self, call: AttentionCall) -> None:
-        pass
+    def wanted(self, site: Site) -> bool:
+        return site == self.key.site
 
     def value(self, call: CallSite, value: Tensor) -> Tensor:
         if self.step != "values" or call.use != self.key.use:
@@ -94,7 +74,7 @@ class _Stepper:
         return moved
 
     def output(self, call: AttentionCall) -> Tensor:
-        if self.step != "scores" or call.call.use != self.key.use:
+        if self.step != "scores" or call.use != self.key.use:
             return call.output
         whole = law(call)
         attention, sink = whole.attention[:, self.head], whole.sink[:, self.head, :, None]
@@ -131,14 +111,9 @@ def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def _gradients(model: nn.Module, batch: Batch) -> tuple[_Gradients, float]:
     receiver = _Gradients()
-    attachment = attach(model, receiver)
-    try:
+    with calls(model, receiver.keep, wanted=within_one_sequence):
         loss = mean_loss(model, batch)
         loss.backward()
-    finally:
-        attachment.close()
-    if receiver.error is not None:
-        raise receiver.error
     if not receiver.value:
         raise NoAttentionSeen(f"{type(model).__name__} made no attention call that the probe can read.")
     return receiver, loss.item()
@@ -186,12 +161,8 @@ def predicted_and_measured(
         for target in targets:
             eta = target * loss / square
             stepper = _Stepper(step, key, head, eta, gradient)
-            attachment = attach(exact, stepper)
-            try:
-                with torch.no_grad():
-                    measured = mean_loss(exact, batch).item() - loss
-            finally:
-                attachment.close()
+            with edited(exact, value=stepper.value, output=stepper.output, wanted=stepper.wanted), torch.no_grad():
+                measured = mean_loss(exact, batch).item() - loss
             rows.append([name, step, eta, -target * loss, measured, measured / (-target * loss)])
     return pd.DataFrame(rows, columns=["head", "step", "eta", "predicted", "measured", "ratio"])
 

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...hooks.attach import attach
-from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.attach import calls
+from ...hooks.call import AttentionCall
 from ...hooks.errors import BadInput
-from ...hooks.site import Site
 from ...probe.law.definition import law
 from ...probe.naming import label, shared_modules
 from ...probe.state import Key
@@ -109,27 +108,17 @@ def pool(values: Tensor, cells: int) -> Grid:
 
 
 class _Mapper:
-    """A receiver that maps the first row of every call, of the heads (module, use, head) `fine` in finer cells as well."""
+    """Maps the first row of every call, of the heads (module, use, head) `fine` in finer cells as well."""
 
     def __init__(self, fine: Collection[Place]) -> None:
         self.wanted = fine
         self.pooled: dict[tuple[Key, int], HeadMap] = {}
         self.fine: dict[tuple[Key, int], HeadMap] = {}
-        self.error: Exception | None = None
 
-    def wants(self, site: Site) -> Needs:
-        return Needs()
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        self.error = self.error or error
-
-    def receive(self, call: AttentionCall) -> None:
-        if call.delivery or call.call.hidden:
+    def add(self, call: AttentionCall) -> None:
+        if call.delivery or call.hidden:
             return
-        key = Key(call.call.site, call.call.use)
+        key = Key(call.site, call.use)
         counted = call.visibility.counted(call.query.shape[0], call.query.device)[0]
         for head in range(call.query.shape[1]):
             terms = law(_single(call, head))
@@ -181,15 +170,10 @@ def maps(model: nn.Module, run: Callable[[], Tensor], tokens: Iterable[int], fin
         Whatever the hooks could not read.
     """
     mapper = _Mapper(fine)
-    attachment = attach(model, mapper)
-    try:
+    with calls(model, mapper.add):
         loss = run()
         if loss.requires_grad:
             loss.backward()
-    finally:
-        attachment.close()
-    if mapper.error is not None:
-        raise mapper.error
     shared = shared_modules(key for key, _ in mapper.pooled)
     pooled, finer = (
         {label(key, head, shared): one for (key, head), one in part.items()} for part in (mapper.pooled, mapper.fine)

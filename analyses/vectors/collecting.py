@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -19,11 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...hooks.attach import attach
-from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.attach import calls, within_one_sequence
+from ...hooks.call import AttentionCall
 from ...hooks.errors import BadRequest, NoAttentionSeen
-from ...hooks.looking import Looking
-from ...hooks.site import Site
 from ...probe.law.blocks import vectors as blockwise_vectors
 from ...probe.law.definition import law
 from ...probe.naming import label, shared_modules
@@ -69,8 +67,8 @@ class Collected:
         return layers if by == "layer" else {"model": np.concatenate(list(layers.values()), -1)}
 
 
-class _Reader(Looking):
-    """A receiver that keeps the kept positions of every call; `rows` says which, per batch row."""
+class _Reader:
+    """Keeps the kept positions of every call of a forward; `rows` says which, per batch row."""
 
     def __init__(self, where: Where, attention: bool) -> None:
         self.where, self.attention = where, attention
@@ -79,8 +77,8 @@ class _Reader(Looking):
         self.entropies: dict[Key, list[Array]] = {}
         self.visible: dict[Key, list[float]] = {}
 
-    def output(self, call: AttentionCall) -> Tensor:
-        key = Key(call.call.site, call.call.use)
+    def look(self, call: AttentionCall) -> None:
+        key = Key(call.site, call.use)
         parts = {"value": call.value, "output": call.output, "key": call.key}
         if self.where in parts:
             self.found.setdefault(key, []).append(_picked(parts[self.where], self.rows))
@@ -91,31 +89,19 @@ class _Reader(Looking):
                 seen = whole.visible.sum(-1)[..., None].double()
             self.entropies.setdefault(key, []).append(_picked(entropy, self.rows)[..., 0])
             self.visible.setdefault(key, []).append(float(_picked(seen, self.rows).mean()))
-        return call.output
 
 
 class _Backward:
-    """A receiver that keeps u, or the update directions −m, of every call."""
+    """Keeps u, or the update directions −m, of every call of a backward."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
         self.rows: Tensor = torch.zeros(0, dtype=torch.long)
-        self.scale = 1.0
         self.found: dict[Key, list[Array]] = {}
-        self.error: Exception | None = None
 
-    def wants(self, site: Site) -> Needs | None:
-        return None if site.kind == "cross" else Needs()
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        self.error = error
-
-    def receive(self, call: AttentionCall) -> None:
+    def add(self, call: AttentionCall) -> None:
         rows = call.upstream if self.where == "upstream" else -blockwise_vectors(call).value_gradient
-        self.found.setdefault(Key(call.call.site, call.call.use), []).append(_picked(rows, self.rows) / self.scale)
+        self.found.setdefault(Key(call.site, call.use), []).append(_picked(rows, self.rows))
 
 
 def _picked(tensor: Tensor, rows: Tensor) -> Array:
@@ -172,42 +158,41 @@ def collect(
     streams: list[list[Array]] = []
     done, width = 0, None
     keeps_last = positions == "last" and "logits_to_keep" in inspect.signature(model.forward).parameters
-    with _frozen(model), torch.set_grad_enabled(back):
-        attachments = [attach(model, reader)] + ([attach(model, behind)] if behind is not None else [])
-        try:
-            for batch in batches:
-                rows = _kept(batch, positions)
-                if width is not None and rows.shape[1] != width:
-                    raise BadRequest("positions='all' needs sequences of one length.")
-                width = rows.shape[1]
-                reader.rows = rows
-                device = next(model.parameters()).device
-                last = keeps_last and not back and bool(batch.mask.all())
-                result = model(
-                    input_ids=batch.ids.to(device),
-                    attention_mask=batch.mask.to(device),
-                    use_cache=False,
-                    output_hidden_states=where == "residual",
-                    **({"logits_to_keep": 1} if last else {}),
-                )
-                logits = result.logits if not last else result.logits.expand(-1, batch.ids.shape[1], -1)
-                picked = logits.detach().gather(1, rows.to(device)[..., None].expand(-1, -1, logits.shape[-1]))
-                entropies.append(_entropy_bits(picked))
-                if where == "residual":
-                    found = [stream[:, None] for stream in result.hidden_states[1:]]
-                    streams.append([_picked(stream, rows) for stream in found])
-                if behind is not None:
-                    behind.rows = rows
-                    targets = batch.targets.to(device).flatten()
-                    nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").backward()
-                    if behind.error is not None:
-                        raise behind.error
-                done += len(batch.ids)
-                if progress is not None:
-                    progress(done, total, where)
-        finally:
-            for attachment in attachments:
-                attachment.close()
+    with ExitStack() as stack:
+        stack.enter_context(_frozen(model))
+        stack.enter_context(torch.set_grad_enabled(back))
+        stack.enter_context(calls(model, reader.look, wanted=within_one_sequence, forward=True))
+        if behind is not None:
+            gradients = stack.enter_context(calls(model, behind.add, wanted=within_one_sequence))
+        for batch in batches:
+            rows = _kept(batch, positions)
+            if width is not None and rows.shape[1] != width:
+                raise BadRequest("positions='all' needs sequences of one length.")
+            width = rows.shape[1]
+            reader.rows = rows
+            device = next(model.parameters()).device
+            last = keeps_last and not back and bool(batch.mask.all())
+            result = model(
+                input_ids=batch.ids.to(device),
+                attention_mask=batch.mask.to(device),
+                use_cache=False,
+                output_hidden_states=where == "residual",
+                **({"logits_to_keep": 1} if last else {}),
+            )
+            logits = result.logits if not last else result.logits.expand(-1, batch.ids.shape[1], -1)
+            picked = logits.detach().gather(1, rows.to(device)[..., None].expand(-1, -1, logits.shape[-1]))
+            entropies.append(_entropy_bits(picked))
+            if where == "residual":
+                found = [stream[:, None] for stream in result.hidden_states[1:]]
+                streams.append([_picked(stream, rows) for stream in found])
+            if behind is not None:
+                behind.rows = rows
+                targets = batch.targets.to(device).flatten()
+                nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").backward()
+                gradients.check()
+            done += len(batch.ids)
+            if progress is not None:
+                progress(done, total, where)
     seen = behind.found if behind is not None else reader.found
     same = shared_modules({**seen, **reader.entropies})
     layers = {key: _layer(key, same) for key in (*seen, *reader.entropies)}

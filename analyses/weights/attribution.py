@@ -20,11 +20,10 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ...hooks.attach import attach
+from ...hooks.attach import calls, within_one_sequence
 from ...hooks.call import AttentionCall
 from ...hooks.errors import UnsupportedFamily
-from ...hooks.forward import digest
-from ...hooks.looking import Looking
+from ...hooks.sequences import digest
 from ..inputs.corpus import Batch
 from .frozen_norm import frozen
 from .projections import output_maps, unembedding
@@ -32,17 +31,6 @@ from .projections import output_maps, unembedding
 FEWEST = 8  # pairs of a head, below which no rank correlation is taken
 RIVALS = ("alpha_b", "direct_logit", "attention")
 STREAM = ""  # the place where the stream is read: before the final norm, or before the unembedding
-
-
-class _Values(Looking):
-    """Keeps the values (B,K,T,V) of every call of one forward by module and use, with the size of its groups."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, int], tuple[Tensor, int]] = {}
-
-    def output(self, call: AttentionCall) -> Tensor:
-        self.found[call.call.site.module, call.call.use] = call.value.detach(), call.group
-        return call.output
 
 
 @contextmanager
@@ -92,13 +80,14 @@ def direct_logit(
     by_sequence = {int(place): rows for place, rows in edges.groupby("sequence")}
     device = next(model.parameters()).device
     for batch, rivals in groups:
-        reader = _Values()
-        attachment = attach(model, reader)
-        try:
-            with torch.no_grad(), _inputs(places) as kept:
-                model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device), use_cache=False)
-        finally:
-            attachment.close()
+        seen: dict[tuple[str, int], tuple[Tensor, int]] = {}  # values (B,K,T,V) and the size of their groups
+
+        def look(call: AttentionCall, seen: dict[tuple[str, int], tuple[Tensor, int]] = seen) -> None:
+            seen[call.site.module, call.use] = call.value.detach(), call.group
+
+        looking = calls(model, look, wanted=within_one_sequence, forward=True)
+        with looking, torch.no_grad(), _inputs(places) as kept:
+            model(input_ids=batch.ids.to(device), attention_mask=batch.mask.to(device), use_cache=False)
         for row in range(len(batch.ids)):
             ids = batch.ids[row][batch.mask[row].bool()].to(torch.int64)
             place = number.pop(digest(ids.numpy().tobytes()), None)
@@ -118,7 +107,7 @@ def direct_logit(
             alpha = torch.tensor(pairs["attention"].to_numpy(dtype=np.float64))
             values = np.full(len(pairs), np.nan)
             for (module, use, head), there in pairs.groupby(["module", "use", "head"], observed=True, sort=False):
-                value, group = reader.found[str(module), int(use)]
+                value, group = seen[str(module), int(use)]
                 own = torch.tensor(pairs.index.isin(there.index))
                 v = value[row, int(head) // group][keys[own].to(device)].float()
                 entry, towards = maps[str(module)], g[own.to(g.device)]

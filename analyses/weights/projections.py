@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...hooks.attach import attach
-from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.attach import calls
+from ...hooks.call import AttentionCall
 from ...hooks.errors import BadRequest, NoAttentionSeen, UnsupportedFamily
 from ...hooks.site import Site
 
@@ -65,32 +65,15 @@ class Unembedding:
 class _Looker:
     """Keeps keys and outputs of every module's first call."""
 
-    edits: bool = True
     keys: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     sites: dict[str, Site] = field(default_factory=dict)
 
-    def wants(self, site: Site) -> Needs | None:
-        return Needs(editor=self)
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        raise error
-
-    def receive(self, call: AttentionCall) -> None:
-        pass
-
-    def value(self, call: CallSite, value: Tensor) -> Tensor:
-        return value
-
-    def output(self, call: AttentionCall) -> Tensor:
-        name = call.call.site.module
+    def look(self, call: AttentionCall) -> None:
+        name = call.site.module
         if name not in self.keys:
             self.keys[name], self.outputs[name] = call.key[:, :, 0].detach(), call.output[:, :, 0].detach()
-            self.sites[name] = call.call.site
-        return call.output
+            self.sites[name] = call.site
 
 
 def _matrix(module: nn.Module) -> Tensor | None:
@@ -152,12 +135,10 @@ def _run(model: nn.Module, count: int) -> _Run:
     looker = _Looker()
     training = [module for module in model.modules() if module.training]
     model.eval()
-    attachment = attach(model, looker)
     try:
-        with torch.no_grad(), _listening(model, note):
+        with calls(model, looker.look, forward=True), torch.no_grad(), _listening(model, note):
             model(input_ids=ids, use_cache=False)
     finally:
-        attachment.close()
         for module in training:
             module.training = True
     if not looker.keys:

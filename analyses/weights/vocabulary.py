@@ -19,8 +19,8 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ...hooks.attach import attach
-from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.attach import calls
+from ...hooks.call import AttentionCall
 from ...hooks.errors import NoGradientReached
 from ...hooks.site import Site
 from ...probe.law.blocks import vectors
@@ -40,27 +40,18 @@ class _Pushes:
     total: dict[Key, Tensor] = field(default_factory=dict)
     count: dict[Key, float] = field(default_factory=dict)
     by_token: dict[Key, dict[int, tuple[Tensor, int]]] = field(default_factory=dict)
-    error: Exception | None = None
 
-    def wants(self, site: Site) -> Needs | None:
-        if site.kind == "cross" or (self.layers is not None and site.layer not in self.layers):
-            return None
-        return Needs()
+    def wanted(self, site: Site) -> bool:
+        return site.kind != "cross" and (self.layers is None or site.layer in self.layers)
 
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        self.error = error
-
-    def receive(self, call: AttentionCall) -> None:
+    def add(self, call: AttentionCall) -> None:
         rows = vectors(call)
         update = -rows.value_gradient.double().cpu()  # (B,H,S,V)
-        key = Key(call.call.site, call.call.use)
+        key = Key(call.site, call.use)
         used = (rows.uniform > 0).any(1).cpu()  # (B,S)
         self.total[key] = self.total.get(key, torch.zeros_like(update[0, :, 0])) + update.sum((0, 2))
         self.count[key] = self.count.get(key, 0.0) + float(used.sum())
-        ids = call.call.sequences.key_ids
+        ids = call.sequences.key_ids
         if ids is None:
             return
         known = self.by_token.setdefault(key, {})
@@ -136,15 +127,13 @@ def vocabulary(
         return told
 
     pushes = _Pushes(None if layers is None else tuple(layers))
-    attachment = attach(model, pushes)
     with ExitStack() as stack:
-        stack.callback(attachment.close)
+        listener = stack.enter_context(calls(model, pushes.add, wanted=pushes.wanted))
         for name in states:
             stack.callback(modules[name].register_forward_pre_hook(note(name)).remove)
         for loss in losses:
             loss().backward()
-            if pushes.error is not None:
-                raise pushes.error
+            listener.check()
     if not pushes.total:
         raise NoGradientReached("No gradient reached any head, so there is no update to read.")
     jacobians = {}

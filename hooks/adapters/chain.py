@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..attachment import plans
+from ..forward import stacks
 from ..observation import Reading, observe
-from ..running import stacks
 from ..site import Kind
 from ..visibility import Structure, Visibility
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..attachment import plans
 from ..errors import BadRequest, UnsupportedKernel
+from ..forward import stacks
 from ..observation import Reading, observe
-from ..running import stacks
 from ..visibility import Structure
 from . import compiled
 

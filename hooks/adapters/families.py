@@ -16,7 +16,7 @@ from torch import nn
 
 from ..attachment import refuse, watched
 from ..errors import UnsupportedFamily
-from ..running import stacks
+from ..forward import stacks
 from . import compiled
 from .chain import Chain
 

@@ -22,8 +22,8 @@ from .. import override
 from ..attachment import SHARDED, plans, refuse
 from ..dropout import replay, unreadable
 from ..errors import UnsupportedKernel
+from ..forward import Running, stacks
 from ..observation import Observation, Reading, observe
-from ..running import Running, stacks
 from ..site import Kind
 from ..visibility import Structure, Visibility
 from . import compiled

@@ -21,8 +21,8 @@ from .. import override
 from ..attachment import plans
 from ..dropout import replay, unreadable
 from ..errors import UnsupportedKernel
+from ..forward import stacks
 from ..observation import Reading, additive, observe
-from ..running import stacks
 from ..visibility import Structure
 from . import compiled
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..attachment import Attachment, attached
-from ..forward import frame, frames
-from ..running import enter, leave, stacks
+from ..forward import enter, frames, leave, stacks
+from ..sequences import frame
 from ..tap import recomputing
 from . import compiled
 from .families import has_softmax

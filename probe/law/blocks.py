@@ -142,7 +142,7 @@ class _Pass:
         self.all_live = bool(self.usable.all())
         self.query_gradient = self.key_gradient = None
         if gradients:
-            if not self.all_live or call.call.softcap is not None:
+            if not self.all_live or call.softcap is not None:
                 raise BadRequest("Gradients come with calls whose every row counts and that have no cap.")
             self.query_gradient = torch.zeros(call.query.shape, dtype=self.dtype, device=device)
             across = (*shape, call.key.shape[3], self.keys)  # as the moments: the product is faster this way round
@@ -193,7 +193,7 @@ class _Pass:
         call, (batch, heads, span) = self.call, place
         high = low + keys.shape[-2]
         live = self.usable[place]
-        query = call.query[place].to(self.dtype) * (call.call.scale if call.call.softcap is None else 1.0)
+        query = call.query[place].to(self.dtype) * (call.scale if call.softcap is None else 1.0)
         upstream, output = self.counted(call.upstream[place], live), self.counted(call.output[place], live)
         # every row sees the keys before `edge`; only the rest has to be masked
         edge = call.visibility.shared(span.start, low, high)
@@ -204,8 +204,8 @@ class _Pass:
             )
 
         score = torch.matmul(query, keys.transpose(-1, -2))
-        if call.call.softcap is not None:
-            score.mul_(call.call.scale / call.call.softcap).tanh_().mul_(call.call.softcap)
+        if call.softcap is not None:
+            score.mul_(call.scale / call.softcap).tanh_().mul_(call.softcap)
         if bias is not None:
             score[..., edge:] += bias.to(self.dtype)
         find = self.swept_block if self.swept else self.passed_block
@@ -214,7 +214,7 @@ class _Pass:
 
         if self.query_gradient is not None and self.key_gradient is not None:
             assert found.score_gradient is not None
-            self.query_gradient[place] = torch.matmul(found.score_gradient, keys).mul_(call.call.scale)
+            self.query_gradient[place] = torch.matmul(found.score_gradient, keys).mul_(call.scale)
             # the scale is in `query`
             accumulate(self.key_gradient[batch, heads, :, low:high], query.mT, found.score_gradient)
         # per key: [u, ‖u‖, 1]ᵀ w
@@ -381,7 +381,7 @@ class _Pass:
             own, other = call.visibility.positions(device)
             mass = torch.where(self.usable, 1 - self.rows[ROWS.index("sink")], 0.0)
             distance = (mass * own.to(self.dtype)).sum(-1) - (usage * other.to(self.dtype)).sum(-1)
-        first = call.visibility.first_key(call.call.sequences.key_rows, self.batch, device)
+        first = call.visibility.first_key(call.sequences.key_rows, self.batch, device)
         return Vectors(
             counted=self.usable,
             blind=self.blind,

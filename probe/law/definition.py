@@ -74,11 +74,11 @@ def law(call: AttentionCall, dtype: torch.dtype | None = None) -> Law:
 
     visible, bias = call.visibility.dense(batch, query.device)
     visible = visible.expand(batch, heads, *visible.shape[2:])
-    score = einsum(query, key, "b h q d, b h s d -> b h q s") * call.call.scale
+    score = einsum(query, key, "b h q d, b h s d -> b h q s") * call.scale
     slope = torch.ones_like(score)
-    if call.call.softcap is not None:
-        capped = call.call.softcap * torch.tanh(score / call.call.softcap)
-        slope = 1 - (capped / call.call.softcap) ** 2
+    if call.softcap is not None:
+        capped = call.softcap * torch.tanh(score / call.softcap)
+        slope = 1 - (capped / call.softcap) ** 2
         score = capped
     if bias is not None:
         score = score + bias.to(dtype)
@@ -133,7 +133,7 @@ def vectors(call: AttentionCall, dtype: torch.dtype | None = None) -> Vectors:
     own, other = call.visibility.positions(device)
     distance = (own[:, None] - other[None, :]).abs().to(attention.dtype)
     distance[:, len(other) - call.visibility.added :] = 0  # a column that is no token lies nowhere
-    first = call.visibility.first_key(call.call.sequences.key_rows, batch, device)
+    first = call.visibility.first_key(call.sequences.key_rows, batch, device)
     on_first = attention.gather(-1, first[:, None, None, None].expand(batch, heads, queries, 1))[..., 0]
 
     def centred(tensor: Tensor) -> Tensor:

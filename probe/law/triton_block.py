@@ -53,7 +53,7 @@ def vectors(call: AttentionCall, *, tokens: bool = True) -> Vectors:
         return torch.where(usable, row, 0.0)
 
     b_square = rows["advantage_square"] + expected * (2 * less_mean + expected)
-    first = call.visibility.first_key(call.call.sequences.key_rows, batch, device)
+    first = call.visibility.first_key(call.sequences.key_rows, batch, device)
     reach = shown(rows["reach"])
     return Vectors(
         counted=usable,

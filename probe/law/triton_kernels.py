@@ -36,7 +36,7 @@ QUERIES, KEYS = 64, 64  # a block; 32 where heads are wide, so that its parts fi
 def fits(call: AttentionCall) -> bool:
     """True for the calls that the kernels know: causal or whole, with or without a window, plain softmax."""
     visibility = call.visibility
-    plain = call.weights is None and call.sinks is None and call.call.softcap is None
+    plain = call.weights is None and call.sinks is None and call.softcap is None
     unmasked = visibility.mask is None and visibility.bias is None and not visibility.added
     narrow = max(call.query.shape[-1], call.value.shape[-1]) <= 256
     return plain and unmasked and narrow and call.query.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -230,7 +230,7 @@ def sums(call: AttentionCall, live: Tensor, counts: Tensor) -> tuple[dict[str, T
     sizes["WIDEN"] = bool(triton.knobs.runtime.interpret) and query.dtype == torch.bfloat16
     live = live.to(torch.uint8).contiguous()
     norms = upstream.float().norm(dim=-1).contiguous()
-    shape = (call.call.scale, heads, call.group, queries, keys, width, value_width, offset)
+    shape = (call.scale, heads, call.group, queries, keys, width, value_width, offset)
     _rows[(triton.cdiv(queries, sizes["BM"]), batch * heads)](
         query, key, value, upstream, live, counts.to(torch.int32).contiguous(), of_rows,
         *query.stride(), *key.stride(), *value.stride(), *upstream.stride(),

@@ -13,7 +13,7 @@ Shapes: B batch, H query heads, K key/value heads, Q query positions, S key posi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,9 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ...hooks.attach import attach
-from ...hooks.call import AttentionCall, CallSite, Needs
+from ...hooks.attach import calls
+from ...hooks.call import AttentionCall, CallSite
 from ...hooks.errors import BadInput, NoAttentionSeen, NoGradientReached
-from ...hooks.site import Site
 from ...hooks.visibility import HIDDEN
 from .blocks import BLOCK_ENTRIES, block_sizes, compute_dtype
 
@@ -88,11 +87,11 @@ def gradients(call: AttentionCall, entries: int = BLOCK_ENTRIES) -> Gradients:
                 visible = torch.ones((), dtype=torch.bool, device=key.device) if seen is None else seen[0, 0]
                 query = call.query[row, head, start:stop].to(dtype)
                 upstream = call.upstream[row, head, start:stop].to(dtype)
-                score = query @ key[low:high].T * call.call.scale
+                score = query @ key[low:high].T * call.scale
                 slope: Tensor | float = 1.0
-                if call.call.softcap is not None:
-                    score = call.call.softcap * torch.tanh(score / call.call.softcap)
-                    slope = 1 - (score / call.call.softcap) ** 2
+                if call.softcap is not None:
+                    score = call.softcap * torch.tanh(score / call.softcap)
+                    slope = 1 - (score / call.softcap) ** 2
                 if bias is not None:
                     score = score + bias[0, 0].to(dtype)
                 score = torch.where(visible, score, HIDDEN)
@@ -109,8 +108,8 @@ def gradients(call: AttentionCall, entries: int = BLOCK_ENTRIES) -> Gradients:
                 if call.weights is not None:
                     weights = torch.where(visible, call.weights[row, head, start:stop, low:high].to(dtype), 0.0)
                 mixed = weights * (upstream @ value[low:high].T)
-                score_gradient = (mixed - attention * mixed.sum(-1, keepdim=True)) * slope * call.call.scale
-                terms = (mixed.abs() + attention * mixed.sum(-1, keepdim=True).abs()) * abs(call.call.scale)
+                score_gradient = (mixed - attention * mixed.sum(-1, keepdim=True)) * slope * call.scale
+                terms = (mixed.abs() + attention * mixed.sum(-1, keepdim=True).abs()) * abs(call.scale)
                 sizes[0, head] = torch.maximum(sizes[0, head], (terms @ key[low:high].abs()).max())
                 sizes[1, head] = torch.maximum(sizes[1, head], (terms.T @ query.abs()).max())
                 by_query[row, head, start:stop] = score_gradient @ key[low:high]
@@ -151,27 +150,16 @@ def residuals(call: AttentionCall) -> Residuals:
     )
 
 
-class _Verifier:
-    """A receiver that compares and keeps one row per call and head."""
+class _Verdicts:
+    """One row per call and head, compared as the calls come."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.calls: list[tuple[CallSite, int]] = []
-        self.error: Exception | None = None
 
-    def wants(self, site: Site) -> Needs:
-        return Needs(inputs=True)
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        self.calls.append((call, heads))
-
-    def refuse(self, error: Exception) -> None:
-        self.error = self.error or error
-
-    def receive(self, call: AttentionCall) -> None:
+    def add(self, call: AttentionCall) -> None:
         found = residuals(call)
         limit = LIMIT.get(call.output.dtype, 1e-5)
-        site = call.call.site
+        site = call.site
         for head in range(call.query.shape[1]):
             owner = head // call.group
             numbers = {
@@ -179,32 +167,32 @@ class _Verifier:
                 "key_residual": float(found.key[owner]),
                 "value_residual": float(found.value[owner]),
             }
-            if call.call.hidden:  # the kernel dropped weights and does not say which
+            if call.hidden:  # the kernel dropped weights and does not say which
                 numbers = dict.fromkeys(numbers, math.nan)
             known = [number for number in numbers.values() if number == number]
             verdict = "no gradient" if not known else "ok" if max(known) <= limit else "fails"
             if verdict == "fails" and bool(found.blind.unflatten(0, (-1, call.group))[owner].any()):
                 verdict = "blind rows carry gradient"
-            verdict = "dropout hidden" if call.call.hidden else verdict
+            verdict = "dropout hidden" if call.hidden else verdict
             self.rows.append(
                 {
                     "module": site.module,
-                    "use": call.call.use,
+                    "use": call.use,
                     "head": head,
                     "layer": site.layer if site.layer >= 0 else None,
                     "kind": site.kind,
                     "kv_head": owner,
-                    "implementation": call.call.implementation,
+                    "implementation": call.implementation,
                     **numbers,
                     "tolerance": limit,
                     "verdict": verdict,
                 }
             )
 
-    def unreached(self) -> None:
-        """Heads that were seen and to which no gradient came back."""
+    def add_unreached(self, ran: Sequence[tuple[CallSite, int]]) -> None:
+        """Heads that ran and to which no gradient came back."""
         known = {(row["module"], row["use"]) for row in self.rows}
-        for call, heads in self.calls:
+        for call, heads in ran:
             if (call.site.module, call.use) in known:
                 continue
             for head in range(heads):
@@ -243,32 +231,27 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[Any], 
     Raises:
         BadInput: when the batch yields no scalar loss. NoAttentionSeen, NoGradientReached, UnsupportedKernel.
     """
-    verifier = _Verifier()
+    verdicts = _Verdicts()
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    attachment = attach(model, verifier, reach_all=True)
     try:
-        with torch.enable_grad():
+        with calls(model, verdicts.add, inputs=True, reach_all=True) as listener, torch.enable_grad():
             for parameter, _ in before:
                 parameter.grad = None
             result = model(**batch)
-            if verifier.error is not None:  # before a backward that the kernel may not have
-                raise verifier.error
+            listener.check()  # before a backward that the kernel may not have
             value = loss(result) if loss is not None else getattr(result, "loss", None)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise BadInput("The batch gives no scalar loss; put labels into it, or pass loss=.")
-            if not verifier.calls:
+            if not listener.ran:
                 raise NoAttentionSeen(f"{type(model).__name__} made no attention call that the probe can read.")
             value.backward()
     finally:
-        attachment.close()
         for parameter, gradient in before:
             parameter.grad = gradient
-    if verifier.error is not None:
-        raise verifier.error
-    if not verifier.rows:
+    if not verdicts.rows:
         raise NoGradientReached("No gradient came back to any head; the loss does not depend on attention.")
-    verifier.unreached()
-    table = pd.DataFrame(verifier.rows, columns=[*_COLUMNS, *_NUMBERS, "verdict"])
+    verdicts.add_unreached(listener.ran)
+    table = pd.DataFrame(verdicts.rows, columns=[*_COLUMNS, *_NUMBERS, "verdict"])
     table = table.sort_values(["layer", "module", "use", "head"], ignore_index=True)
     for name in ("use", "head", "layer", "kv_head"):
         table[name] = pd.array(table[name], dtype="Int64")

@@ -208,7 +208,7 @@ def test_windows_and_chunks_show_the_keys_that_the_model_shows(family: str, laye
     batch = zoo.batch("llama", length=12)
     with recorded(model) as recorder:
         model(**batch).loss.backward()
-    call = next(call for call in recorder.calls if call.call.site.layer == layer)
+    call = next(call for call in recorder.calls if call.site.layer == layer)
     terms = law(call)
     assert (terms.attention[0, 0] > 0).sum(-1).tolist() == expected
     assert terms.visible[0, 0].sum(-1).tolist() == expected
@@ -224,11 +224,11 @@ def test_one_module_used_three_times_is_three_rows_and_its_bias_gradient_is_thei
     model = zoo.albert()
     with recorded(model) as recorder:
         model(**zoo.batch("albert")).loss.backward()
-    assert sorted(call.call.use for call in recorder.calls) == [0, 1, 2]
+    assert sorted(call.use for call in recorder.calls) == [0, 1, 2]
     pulled = sum(law(call).value_gradient.sum((0, 2)).flatten() for call in recorder.calls)
     bias = next(parameter for name, parameter in model.named_parameters() if name.endswith("value.bias"))
     assert relative(pulled, bias.grad) < 1e-5
-    last = max(recorder.calls, key=lambda call: call.call.use)
+    last = max(recorder.calls, key=lambda call: call.use)
     assert relative(law(last).value_gradient.sum((0, 2)).flatten(), bias.grad) > 0.1
 
 

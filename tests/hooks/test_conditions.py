@@ -15,7 +15,7 @@ from torch import nn
 from truth import recorded, relative
 
 import advantage_probe as ap
-from advantage_probe.hooks.packing import documents
+from advantage_probe.hooks.sequences import documents
 from advantage_probe.probe.law.definition import law
 from advantage_probe.probe.law.verify import residuals
 
@@ -319,7 +319,7 @@ def test_sub_models_may_run_different_kernels() -> None:
         model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
         with recorded(model) as recorder:
             model(**census.batch("LLaVA")).loss.backward()
-    kernels = {(call.call.site.stack, call.call.implementation) for call in recorder.calls}
+    kernels = {(call.site.stack, call.implementation) for call in recorder.calls}
     assert kernels == {("vision", "sdpa"), ("", "eager")}
 
 
@@ -333,8 +333,8 @@ def test_a_decoder_with_added_cross_attention_shows_both_kinds() -> None:
     encoded = torch.randn(2, 9, 32)
     with recorded(model) as recorder:
         model(input_ids=plain.ids(2, 5), encoder_hidden_states=encoded).logits.square().sum().backward()
-    shapes = {call.call.site.kind: tuple(law(call).attention.shape) for call in recorder.calls}
+    shapes = {call.site.kind: tuple(law(call).attention.shape) for call in recorder.calls}
     assert shapes == {"decoder_self": (2, 4, 5, 5), "cross": (2, 4, 5, 9)}
-    cross = next(call for call in recorder.calls if call.call.site.kind == "cross")
+    cross = next(call for call in recorder.calls if call.site.kind == "cross")
     assert torch.allclose(law(cross).attention.sum(-1), torch.ones(2, 4, 5), atol=1e-6)
     assert bool(law(cross).visible.all())

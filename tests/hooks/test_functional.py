@@ -141,7 +141,7 @@ def test_boolean_masks_of_both_conventions_give_the_same_attention() -> None:
     one, other = law(keeping.calls[0]).attention, law(hiding.calls[0]).attention
     assert float((one - other).abs().max()) < 1e-6
     assert float(one.triu(1).abs().max()) == 0
-    assert {call.call.site.kind for call in (*keeping.calls, *hiding.calls)} == {"decoder_self"}
+    assert {call.site.kind for call in (*keeping.calls, *hiding.calls)} == {"decoder_self"}
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])

@@ -80,7 +80,7 @@ def test_appended_columns_are_named_and_shift_nothing() -> None:
     with recorded(model) as recorder:
         model(batch).square().sum().backward()
     (call,) = recorder.calls
-    sequences = call.call.sequences
+    sequences = call.sequences
     assert sequences.added == ("bias_k", "zero_attn")
     assert sequences.key_ids[:, :6].tolist() == batch.tolist()
     assert (sequences.key_ids[:, 6:] < -1).all()
@@ -157,8 +157,7 @@ def test_a_transformer_has_three_kinds_and_cross_attention_is_not_square() -> No
     with recorded(model) as recorder:
         model(**arguments).square().sum().backward()
     kinds = {
-        call.call.site.module: (call.call.site.kind, *call.query.shape[2:3], *call.key.shape[2:3])
-        for call in recorder.calls
+        call.site.module: (call.site.kind, *call.query.shape[2:3], *call.key.shape[2:3]) for call in recorder.calls
     }
     assert kinds == {
         "encoder.layers.0.self_attn": ("encoder_self", 7, 7),

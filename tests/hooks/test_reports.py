@@ -59,7 +59,7 @@ def test_the_scale_is_the_one_that_the_model_passes(family: str) -> None:
         assert min(float((alpha - other).abs().max()) for other in shown if other.shape == alpha.shape) < 1e-6
         found = residuals(call)
         assert max(float(part.nan_to_num().max()) for part in (found.query, found.key, found.value)) < 1e-5
-        wrong = replace(call, call=replace(call.call, scale=call.call.scale * 1.3))
+        wrong = replace(call, scale=call.scale * 1.3)
         assert float(residuals(wrong).query.nan_to_num().max()) > 1e-3
 
 
@@ -97,7 +97,7 @@ def test_a_two_sided_window_is_two_sided() -> None:
     windowed = 0
     for call in recorder.calls:
         seen = law(call).visible[0, 0]
-        assert call.call.site.kind == "encoder_self"
+        assert call.site.kind == "encoder_self"
         if not bool(seen.all()):
             windowed += 1
             reach = int((seen & (place[None] > place[:, None])).sum(-1).max())
@@ -112,7 +112,7 @@ def test_the_capped_score_and_the_raw_score_have_their_own_gradients() -> None:
             loss_of(model, "gemma2").backward()
         kept = {id(entry.module): entry for entry in KEPT}
         for call in recorder.calls:
-            entry = kept[id(dict(model.named_modules())[call.call.site.module])]
+            entry = kept[id(dict(model.named_modules())[call.site.module])]
             terms = law(call)
             assert relative(terms.score_gradient, entry.score.grad.nan_to_num()) < 1e-9
             assert relative(terms.raw_score_gradient, terms.score_gradient) > 0.1

@@ -96,7 +96,7 @@ def test_a_bridge_shows_what_the_plain_model_shows(family: str, folder: Path) ->
 
 
 def order(call: Any) -> tuple:
-    return call.call.site.kind, call.call.site.layer, call.call.site.stack
+    return call.site.kind, call.site.layer, call.site.stack
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_oss"])

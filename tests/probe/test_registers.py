@@ -78,7 +78,7 @@ def test_a_wrong_kernel_would_be_seen(kernels) -> None:
     expected = blockwise.vectors(call)
     shifted = replace(call, visibility=replace(call.visibility, structure=Structure(causal=True, offset=-1)))
     tiled = replace(call, value=call.value.flip(1))
-    scaled = replace(call, call=replace(call.call, scale=call.call.scale * 1.01))
+    scaled = replace(call, scale=call.scale * 1.01)
     for wrong in (shifted, tiled, scaled):
         with pytest.raises(AssertionError):
             compared(registers.vectors(wrong), expected, 1e-4)
@@ -92,6 +92,6 @@ def test_other_calls_keep_the_block_pass(kernels) -> None:
     mask = torch.ones(1, 1, 70, 70, dtype=torch.bool)
     assert not kernels.fits(replace(call, visibility=replace(call.visibility, mask=mask)))
     assert not kernels.fits(replace(call, sinks=torch.zeros(4)))
-    assert not kernels.fits(replace(call, call=replace(call.call, softcap=5.0)))
+    assert not kernels.fits(replace(call, softcap=5.0))
     assert not kernels.fits(replace(call, weights=torch.zeros(2, 4, 70, 70)))
     assert not kernels.fits(call_of("causal", torch.float64))

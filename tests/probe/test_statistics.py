@@ -40,7 +40,7 @@ def by_definition(call, head: int) -> dict[str, float]:
     alpha, b = terms.attention[:, head].numpy(), terms.compatibility[:, head].numpy()
     u, o = call.upstream[:, head].numpy(), call.output[:, head].numpy()
     visible = terms.visible[:, head].numpy()
-    rows = call.call.sequences.query_rows
+    rows = call.sequences.query_rows
     counted = np.ones((batch, queries), bool) if rows is None else rows.numpy()
     n = entropy = sink = first = distance = spread = missed = rho = pairs = pressure = edge = 0.0
     residual = scale = 0.0
@@ -93,7 +93,7 @@ def by_definition(call, head: int) -> dict[str, float]:
         "sink_share": sink / n,
         "effective_keys": math.exp(entropy / n),
         "first_key_share": first / n,
-        "mean_distance": float("nan") if call.call.site.kind == "cross" else distance / n,
+        "mean_distance": float("nan") if call.site.kind == "cross" else distance / n,
         "advantage_std": math.sqrt(spread / n),
         "advantage_missed": missed / n,
         "alignment": rho / pairs,
@@ -124,14 +124,14 @@ def test_every_column_is_its_definition(family: str) -> None:
         group_squares: dict[int, torch.Tensor] = {}
         for head in range(call.query.shape[1]):
             expected = by_definition(call, head)
-            found = table.loc[(call.call.site.module, head)]
+            found = table.loc[(call.site.module, head)]
             for name, value in expected.items():
                 if name == "law_residual":
                     assert found[name] < 1e-14
                 else:
                     assert found[name] == pytest.approx(value, rel=1e-10, abs=1e-13, nan_ok=True), name
             m = law(call).value_gradient[:, head]
-            rows = call.call.sequences.query_rows
+            rows = call.sequences.query_rows
             if rows is not None:  # only counted queries pull on a value
                 terms = law(call)
                 live = rows[:, :, None]
@@ -140,7 +140,7 @@ def test_every_column_is_its_definition(family: str) -> None:
             group_squares[owner] = group_squares.get(owner, 0) + m
         for head in range(call.query.shape[1]):
             slope = -float(group_squares[head // call.group].square().sum())
-            assert table.loc[(call.call.site.module, head)]["kv_value_slope"] == pytest.approx(slope, rel=1e-10)
+            assert table.loc[(call.site.module, head)]["kv_value_slope"] == pytest.approx(slope, rel=1e-10)
 
 
 def test_a_split_corpus_merges_to_the_whole_intervals_included() -> None:

@@ -139,7 +139,7 @@ def test_edges_are_the_largest_score_gradients_of_the_whole_run() -> None:
         backward(model, 1)
     table = watch.edges(6)
     for layer in range(2):
-        both = [law(call) for call in recorder.calls if call.call.site.layer == layer]
+        both = [law(call) for call in recorder.calls if call.site.layer == layer]
         for head in range(4):
             every = torch.cat([terms.score_gradient[:, head].flatten() for terms in both]).sort().values
             rows = table[(table["layer"] == layer) & (table["head"] == head)]
@@ -186,7 +186,7 @@ def test_update_directions_are_the_mean_of_the_value_gradients() -> None:
     for call in recorder.calls:
         m = law(call).value_gradient
         for head in range(4):
-            row = table[(table["module"] == call.call.site.module) & (table["head"] == head)].iloc[0]
+            row = table[(table["module"] == call.site.module) & (table["head"] == head)].iloc[0]
             found = [row[f"update_{place}"] for place in range(8)]
             assert found == pytest.approx((-m[:, head].mean((0, 1))).tolist(), rel=1e-4, abs=1e-8)
             singular = torch.linalg.svdvals(m[:, head].flatten(0, 1).double())

@@ -17,15 +17,14 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from ....hooks.attach import attach
-from ....hooks.call import AttentionCall, CallSite, Needs
-from ....hooks.site import Site
+from ....hooks.attach import calls
+from ....hooks.call import AttentionCall
 from ....probe.naming import label
 from ....probe.state import Key
 from ...inputs.corpus import Batch
-from ...runs.analyze import Progress, Run, collect, cross_entropy
+from ...runs.analyze import Progress, Run, collect
 from ..tasks.protocol import Episodes, Tunnel
 from .shipped import load
 
@@ -166,35 +165,17 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-class _Values:
-    """A receiver that keeps the values of every head, (n, L, V)."""
+def _values(model: nn.Module, drawn: Episodes) -> dict[str, Array]:
+    """The values of every head, (n, L, V)."""
+    found: dict[str, list[Array]] = {}
 
-    def __init__(self) -> None:
-        self.found: dict[str, list[Array]] = {}
-
-    def wants(self, site: Site) -> Needs:
-        return Needs()
-
-    def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        raise error
-
-    def receive(self, call: AttentionCall) -> None:
-        key = Key(call.call.site, call.call.use)
+    def keep(call: AttentionCall) -> None:
+        key = Key(call.site, call.use)
         for head in range(call.query.shape[1]):
             values = call.value[:, head // call.group].double().cpu().numpy()
-            self.found.setdefault(label(key, head), []).append(values)
+            found.setdefault(label(key, head), []).append(values)
 
-
-def _values(model: nn.Module, drawn: Episodes) -> dict[str, Array]:
-    receiver = _Values()
-    attachment = attach(model, receiver)
-    try:
+    with calls(model, keep, forward=True), torch.no_grad():
         for batch in batches(drawn, 64):
-            logits: Tensor = model(input_ids=batch.ids, use_cache=False).logits
-            cross_entropy(logits, batch.targets).backward()
-    finally:
-        attachment.close()
-    return {name: np.concatenate(parts) for name, parts in receiver.found.items()}
+            model(input_ids=batch.ids, use_cache=False)
+    return {name: np.concatenate(parts) for name, parts in found.items()}
