@@ -179,7 +179,9 @@ def _print_heads(run: Run, top: int) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    names = ("routing_pressure", "content_relative", "alignment", "coherence", "effective_keys", "law_residual")
+    from ..probe.columns import columns_of
+
+    names = columns_of("terminal")
     ranked = run.heads.sort_values("routing_pressure", ascending=False).head(top)
     count = len(run.heads)
     table = Table(title=escape(f"{run.record['model']}: {min(top, count)} of {count} heads, strongest routing first"))

@@ -6,12 +6,13 @@ Shapes: B batch, H query heads, k edges kept; inside a block b, h, r, s as in `b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from ..hooks.sequences import Sequences
+from .columns import EDGE_ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,43 @@ def of_block(
     return side(-1.0), side(1.0)
 
 
+@dataclass(frozen=True, eq=False)
+class EdgeRows:
+    """Kept edges of one direction, strongest first along the last axis, named as in the edges table.
+
+    Attributes, all (H,k): sequence: place in `TopEdges.sequences`. query_position, key_position, query_token_id,
+        key_token_id (−1: no token): int64. score_gradient, attention, advantage, compatibility: float64; an unused place
+        holds a score gradient of 0.
+    """
+
+    sequence: Tensor
+    query_position: Tensor
+    key_position: Tensor
+    query_token_id: Tensor
+    key_token_id: Tensor
+    score_gradient: Tensor
+    attention: Tensor
+    advantage: Tensor
+    compatibility: Tensor
+
+    @classmethod
+    def empty(cls, heads: int) -> EdgeRows:
+        whole, real = (torch.zeros(heads, 0, dtype=dtype) for dtype in (torch.int64, torch.float64))
+        return cls(*(real if field.name in EDGE_ROWS else whole for field in fields(cls)))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> EdgeRows:
+        return EdgeRows(*(change(getattr(self, field.name)) for field in fields(self)))
+
+    def beside(self, other: EdgeRows) -> EdgeRows:
+        """These and others of the same heads."""
+        return EdgeRows(*(torch.cat([getattr(self, f.name), getattr(other, f.name)], 1) for f in fields(self)))
+
+    def cut(self, capacity: int) -> EdgeRows:
+        """The strongest `capacity` of every head; of equals those that came first."""
+        order = self.score_gradient.abs().sort(dim=-1, descending=True, stable=True).indices[:, :capacity]
+        return self.map(lambda column: column.gather(1, order))
+
+
 def _ids(ids: Tensor | None, positions: Tensor) -> Tensor:
     """Token ids (B,T) at positions (B,H,k), or −1."""
     if ids is None:
@@ -83,67 +121,73 @@ def _ids(ids: Tensor | None, positions: Tensor) -> Tensor:
 class TopEdges:
     """The strongest edges of one module and use over everything that was added, per direction and head.
 
-    Each kept edge is a row of `routed` or `anti_routed` (H,k,9): place in `sequences`, query, key, score gradient,
-    attention, advantage, compatibility, and the token ids of query and key (−1: no token).
+    `sequences`: identities that the rows' `sequence` counts.
     """
 
     capacity: int
-    routed: Tensor
-    anti_routed: Tensor
+    routed: EdgeRows
+    anti_routed: EdgeRows
     sequences: list[int]
 
     @classmethod
     def empty(cls, heads: int, capacity: int) -> TopEdges:
-        nothing = torch.zeros(heads, 0, 9, dtype=torch.float64)
-        return cls(capacity, nothing, nothing.clone(), [])
+        return cls(capacity, EdgeRows.empty(heads), EdgeRows.empty(heads), [])
 
     def add(self, edges: tuple[Edges, Edges], sequences: Sequences, positions: tuple[Tensor, Tensor]) -> None:
         """Add the edges of one call; `positions` (B,Q) and (B,S) are those that token rows show."""
         offset = len(self.sequences)
         self.sequences.extend(sequences.identities)
-        sides = []
-        for kept, new in zip((self.routed, self.anti_routed), edges):
-            number = torch.arange(new.query.shape[0])[:, None, None].expand(new.query.shape) + offset
-            ids = (_ids(sequences.query_ids, new.query), _ids(sequences.key_ids, new.key))
-            shown = [
-                part.gather(1, place.flatten(1)).view_as(place) for part, place in zip(positions, (new.query, new.key))
-            ]
-            columns = (number, *shown, new.score_gradient, new.attention, new.advantage, new.compatibility, *ids)
-            rows = torch.stack([column.double().cpu() for column in columns], -1).transpose(0, 1).flatten(1, 2)
-            rows = torch.where(torch.isfinite(rows[..., 3:4]), rows, 0.0)
-            sides.append(self._cut(torch.cat([kept, rows], 1)))
-        self.routed, self.anti_routed = sides
+        new = [_rows(one, sequences, positions, offset) for one in edges]
+        self.routed, self.anti_routed = (
+            kept.beside(rows).cut(self.capacity) for kept, rows in zip((self.routed, self.anti_routed), new)
+        )
         self._forget()
-
-    def _cut(self, rows: Tensor) -> Tensor:
-        order = rows[..., 3].abs().sort(dim=-1, descending=True, stable=True).indices[:, : self.capacity]
-        return rows.gather(1, order[..., None].expand(-1, -1, rows.shape[-1]))
 
     def _forget(self) -> None:
         """Keep the identities of those sequences only that still have an edge."""
-        kept = torch.cat([self.routed[..., 0], self.anti_routed[..., 0]], 1).long()
-        used = kept.unique()
+        used = torch.cat([self.routed.sequence, self.anti_routed.sequence], 1).unique()
         place = torch.zeros(len(self.sequences), dtype=torch.long)
         place[used] = torch.arange(len(used))
         self.sequences = [self.sequences[index] for index in used.tolist()]
-        for side in (self.routed, self.anti_routed):
-            side[..., 0] = place[side[..., 0].long()].double()
+        self.routed, self.anti_routed = (
+            replace(side, sequence=place[side.sequence]) for side in (self.routed, self.anti_routed)
+        )
 
     def divide(self, weight: float) -> None:
-        """Take a factor out of u: score gradients, advantages and compatibilities are linear in it."""
+        """Take a factor out of u."""
         for side in (self.routed, self.anti_routed):
-            side[..., 3] /= weight
-            side[..., 5:7] /= weight
+            for name, field in EDGE_ROWS.items():
+                if field.degree:
+                    getattr(side, name).div_(weight**field.degree)
 
     def merge(self, other: TopEdges) -> None:
         offset = len(self.sequences)
         self.sequences = [*self.sequences, *other.sequences]
-        for name in ("routed", "anti_routed"):
-            theirs = getattr(other, name).clone()
-            theirs[..., 0] += offset
-            setattr(self, name, self._cut(torch.cat([getattr(self, name), theirs], 1)))
+        self.routed, self.anti_routed = (
+            ours.beside(replace(theirs, sequence=theirs.sequence + offset)).cut(self.capacity)
+            for ours, theirs in ((self.routed, other.routed), (self.anti_routed, other.anti_routed))
+        )
         if self.sequences:
             self._forget()
 
     def copy(self) -> TopEdges:
-        return TopEdges(self.capacity, self.routed.clone(), self.anti_routed.clone(), list(self.sequences))
+        return TopEdges(
+            self.capacity, self.routed.map(Tensor.clone), self.anti_routed.map(Tensor.clone), list(self.sequences)
+        )
+
+
+def _rows(edges: Edges, sequences: Sequences, positions: tuple[Tensor, Tensor], offset: int) -> EdgeRows:
+    """The edges (B,H,k) of a call as rows (H,B·k); what is not finite is an unused place."""
+    number = torch.arange(edges.query.shape[0])[:, None, None].expand(edges.query.shape) + offset
+    own, other = (
+        part.gather(1, place.flatten(1)).view_as(place) for part, place in zip(positions, (edges.query, edges.key))
+    )
+    found = EdgeRows(
+        number,
+        own,
+        other,
+        _ids(sequences.query_ids, edges.query),
+        _ids(sequences.key_ids, edges.key),
+        *(getattr(edges, name).double() for name in ("score_gradient", "attention", "advantage", "compatibility")),
+    ).map(lambda column: column.cpu().transpose(0, 1).flatten(1))
+    return replace(found, score_gradient=torch.where(torch.isfinite(found.score_gradient), found.score_gradient, 0.0))

@@ -6,6 +6,7 @@ themselves are never split over states: query shards of one sequence cannot be a
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,11 +15,12 @@ from ..hooks.call import AttentionCall, CallSite
 from ..hooks.errors import LawViolated, MergeRefused
 from ..hooks.site import Site
 from . import bootstrap
+from .columns import INDEX
 from .documents import units
 from .edges import TopEdges
 from .law import blocks as blockwise
 from .law.vectors import Vectors
-from .statistics import DEGREE, INDEX, Sums, sequence_sums
+from .statistics import DEGREE, Sums, sequence_sums
 from .tokens import Tokens, positions, token_rows
 from .updates import Updates
 
@@ -34,6 +36,29 @@ class Key:
     site: Site
     use: int
     backward: int = 0
+
+
+def label(key: Key, head: int, shared: Collection[str] = ()) -> str:
+    """Short name of a head, such as L3H7; prefixed by its stack and, for cross attention, by "x". Where the module's name
+    has no layer, or is one of `shared`, the name itself stands for it: blocks.attention.H7.
+    """
+    use = f"u{key.use}" if key.use else ""
+    if key.site.layer < 0 or key.site.module in shared:
+        return f"{key.site.module or '?'}.H{head}{use}"
+    return f"{_place(key)}H{head}{use}"
+
+
+def shared_modules(keys: Iterable[Key]) -> frozenset[str]:
+    """The modules whose layer holds another module of the same stack and kind, so that its number names neither."""
+    there: dict[str, set[str]] = {}
+    for key in keys:
+        there.setdefault(_place(key), set()).add(key.site.module)
+    return frozenset(name for names in there.values() if len(names) > 1 for name in names)
+
+
+def _place(key: Key) -> str:
+    stack = f"{key.site.stack}." if key.site.stack else ""
+    return f"{stack}{'x' if key.site.kind == 'cross' else ''}L{key.site.layer}"
 
 
 @dataclass(eq=False)
@@ -223,3 +248,18 @@ def _check(call: AttentionCall, sums: torch.Tensor) -> None:
             "about it could be trusted; leave the layer out with layers=, or load the model with "
             "attn_implementation='sdpa'."
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One closed step: its number and what was summed per key.
+
+    `loss_weight` (the mean over micro-batches) and `loss_scale` (of the GradScaler): None when they were not told.
+    `skipped`: the scaler left the step out because of non-finite gradients; it is no part of the pooled numbers.
+    """
+
+    number: int
+    sums: dict[Key, Sums]
+    loss_weight: float | None
+    loss_scale: float | None
+    skipped: bool

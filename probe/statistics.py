@@ -9,65 +9,19 @@ Shapes: B batch, H query heads, K key/value heads, S key positions, V value widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..hooks.call import AttentionCall
 from ..hooks.errors import MergeRefused
 from . import bootstrap
+from .columns import SUMS, SUMS_OF_ROWS, Array, columns
 from .documents import Units, split
 from .law.vectors import Vectors
 
-# stored sum → degree in u
-SUMS: dict[str, int] = {
-    "queries": 0,
-    "blind_queries": 0,
-    "entropy": 0,
-    "sink": 0,
-    "first_key": 0,
-    "distance": 0,
-    "advantage_square": 2,
-    "missed": 1,
-    "alignment": 0,
-    "aligned": 0,
-    "score_square": 2,
-    "value_gradient_square": 2,
-    "group_gradient_square": 2,
-    "value_square": 0,
-    "keys": 0,
-    "usage_entropy": 0,
-    "uniform_entropy": 0,
-    "over_uniform": 1,
-    "coherence_sum": 1,
-    "coherence_bound": 1,
-    "cosine_sum": 0,
-    "cosine_bound": 0,
-    "residual": 2,
-    "residual_scale": 2,
-    "hidden_queries": 0,  # rows whose kernel dropped attention weights without saying which
-}
-# those that add up one number per query row
-_OF_ROWS = (
-    "entropy",
-    "sink",
-    "advantage_square",
-    "missed",
-    "alignment",
-    "aligned",
-    "score_square",
-    "over_uniform",
-    "residual",
-    "residual_scale",
-)
-INDEX = {name: place for place, name in enumerate(SUMS)}
 DEGREE = torch.tensor(list(SUMS.values()), dtype=torch.float64)
-
-Array = NDArray[np.float64]
 
 
 def sequence_sums(call: AttentionCall, rows: Vectors, found: Units | None = None) -> Tensor:
@@ -92,9 +46,9 @@ def sequence_sums(call: AttentionCall, rows: Vectors, found: Units | None = None
     value_norm = value.norm(dim=-1).repeat_interleave(call.group, 1)
     turned = (norm > 0) & (value_norm > 0) & (rows.usage > 0)
     cosine = torch.where(turned, -along / torch.where(turned, norm * value_norm, 1.0), 0.0)
-    of_rows = torch.stack([getattr(rows, name).to(m.dtype) for name in _OF_ROWS]).sum(-1)
+    of_rows = torch.stack([getattr(rows, name).to(m.dtype) for name in SUMS_OF_ROWS]).sum(-1)
     sums = {
-        **dict(zip(_OF_ROWS, of_rows, strict=True)),
+        **dict(zip(SUMS_OF_ROWS, of_rows, strict=True)),
         "queries": queries,
         "hidden_queries": queries if call.hidden else torch.zeros_like(queries),
         "blind_queries": rows.blind,
@@ -199,53 +153,3 @@ class Sums:
         """Lower and upper end of the 95 % percentile interval of every column, (H,) each."""
         assert self.replicates is not None
         return {name: bootstrap.interval(values) for name, values in columns(self.replicates.numpy()).items()}
-
-
-# Definitions of the heads table: column → function of the sums, which are looked up by name
-_COLUMNS: dict[str, Callable[[Callable[[str], Array]], Array]] = {
-    "queries": lambda s: s("queries"),
-    "attention_entropy": lambda s: s("entropy") / s("queries"),
-    "sink_share": lambda s: s("sink") / s("queries"),
-    "effective_keys": lambda s: np.exp(s("entropy") / s("queries")),
-    "first_key_share": lambda s: s("first_key") / s("queries"),
-    "mean_distance": lambda s: s("distance") / s("queries"),
-    "advantage_std": lambda s: np.sqrt(s("advantage_square") / s("queries")),
-    "advantage_missed": lambda s: s("missed") / s("queries"),
-    "alignment": lambda s: s("alignment") / s("aligned"),
-    "routing_pressure": lambda s: np.sqrt(s("score_square")),
-    "content_pressure": lambda s: np.sqrt(s("value_gradient_square")),
-    "content_relative": lambda s: np.sqrt(s("value_gradient_square") * s("value_square") / s("keys")),
-    "score_slope": lambda s: -s("score_square"),
-    "value_slope": lambda s: -s("value_gradient_square"),
-    "kv_value_slope": lambda s: -s("group_gradient_square"),
-    "edge_over_uniform": lambda s: s("over_uniform") / s("queries"),
-    "usage_effective": lambda s: np.exp(s("usage_entropy") / s("queries")),
-    "usage_uniform": lambda s: np.exp(s("uniform_entropy") / s("queries")),
-    "coherence": lambda s: s("coherence_sum") / s("coherence_bound"),
-    "update_cosine": lambda s: s("cosine_sum") / s("cosine_bound"),
-    "law_residual": lambda s: np.sqrt(s("residual") / s("residual_scale")),
-}
-COLUMNS = tuple(_COLUMNS)
-# what attention alone says; every other column needs the weights that were really used
-WITHOUT_WEIGHTS = (
-    "queries",
-    "attention_entropy",
-    "sink_share",
-    "effective_keys",
-    "first_key_share",
-    "mean_distance",
-    "usage_effective",
-    "usage_uniform",
-)
-
-
-def columns(sums: Array, names: Sequence[str] = COLUMNS) -> dict[str, Array]:
-    """Columns of the heads table from sums (…,C); NaN where nothing was counted, or dropout was hidden."""
-    counted = sums[..., INDEX["queries"]] > 0
-    known = counted & (sums[..., INDEX["hidden_queries"]] == 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        table = {name: define(lambda part: sums[..., INDEX[part]]) for name in names for define in (_COLUMNS[name],)}
-    return {
-        name: values if name == "queries" else np.where(counted if name in WITHOUT_WEIGHTS else known, values, np.nan)
-        for name, values in table.items()
-    }

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pandas as pd
 
 from ..hooks.errors import BadRequest
 from . import tables as frames
+from .columns import HEADS
 from .history import History
-from .loops.loggers import Logger, flat
-from .state import Key
-from .statistics import COLUMNS, Sums
+from .state import Step
 
+Logger = Callable[[dict[str, float], int], object]
 FLUSH_STEPS, FLUSH_SECONDS = 64, 30.0
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One closed step: its number and what was summed per key.
-
-    `loss_weight` (the mean over micro-batches) and `loss_scale` (of the GradScaler): None when they were not told.
-    `skipped`: the scaler left the step out because of non-finite gradients; it is no part of the pooled numbers.
-    """
-
-    number: int
-    sums: dict[Key, Sums]
-    loss_weight: float | None
-    loss_scale: float | None
-    skipped: bool
 
 
 class Steps:
@@ -114,7 +98,7 @@ class Steps:
     def _tell(self, step: Step) -> None:
         if not self.loggers:
             return
-        values = flat(frames.history([step]), COLUMNS)
+        values = flat(frames.history([step]), HEADS)
         for logger in list(self.loggers):
             try:
                 logger(values, step.number)
@@ -141,3 +125,19 @@ def loggers(given: Any) -> list[Logger]:
         if not callable(one):
             raise BadRequest(f"logger must be a callable (dict, step), or a list of them, not {one!r}.")
     return several
+
+
+def flat(rows: pd.DataFrame, columns: Iterable[str]) -> dict[str, float]:
+    """The numbers of one step's rows by flat name; first deliveries only, and only what is finite.
+
+    Args:
+        rows: rows of one step, as `Watch.history()` gives them.
+        columns: which numeric columns to name.
+    """
+    rows = rows[rows["backward"] == 0]
+    found: dict[str, float] = {}
+    for column in columns:
+        for head, value in zip(rows["label"].astype(str), rows[column].astype(float), strict=True):
+            if pd.notna(value) and abs(value) != float("inf"):
+                found[f"probe/{head}/{column}"] = float(value)
+    return found

@@ -6,7 +6,8 @@ Labels are categoricals, counts nullable integers, numbers float64 with NaN wher
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,14 +15,11 @@ from numpy.typing import NDArray
 
 from ..hooks.sequences import NON_TOKENS
 from ..hooks.site import Site
-from .edges import TopEdges
-from .naming import label, shared_modules
-from .state import Entry, Key, State
-from .statistics import COLUMNS, INDEX, SUMS, Sums
-from .tokens import KEY_COLUMNS, QUERY_COLUMNS, Side
-
-if TYPE_CHECKING:
-    from .steps import Step
+from .columns import HEADS, INDEX, KEY_ROWS, QUERY_ROWS, SUMS
+from .edges import EdgeRows, TopEdges
+from .state import Entry, Key, State, Step, label, shared_modules
+from .statistics import Sums
+from .tokens import Side
 
 CAPTURED, NO_SOFTMAX, NO_CALL = "softmax attention", "no softmax attention", "no attention call was seen"
 _LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
@@ -104,7 +102,7 @@ def heads(state: State, *, intervals: bool = False, backward: int = 0) -> pd.Dat
         table: dict[str, Any] = _identity(key, entry.heads, entry.group, shared)
         values = _columns(key, entry.sums.columns())
         ends = entry.sums.intervals() if intervals else {}
-        for name in COLUMNS:
+        for name in HEADS:
             table[name] = values[name]
             if name in ends and name != "queries":
                 hidden = np.isnan(values[name])
@@ -112,7 +110,7 @@ def heads(state: State, *, intervals: bool = False, backward: int = 0) -> pd.Dat
                 table[f"{name}_high"] = np.where(hidden, np.nan, ends[name][1])
         table["status"] = _status(entry.sums, entry.reachable)
         tables.append(pd.DataFrame(table))
-    return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *COLUMNS, "status"]))
+    return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *HEADS, "status"]))
 
 
 def step_heads(state: State, rows: pd.DataFrame, backward: int) -> pd.DataFrame:
@@ -124,7 +122,7 @@ def step_heads(state: State, rows: pd.DataFrame, backward: int) -> pd.DataFrame:
         pd.DataFrame(_identity(key, entry.heads, entry.group, shared)) for key, entry in _ordered(state, backward)
     ]
     known = _stacked(identities, list(_identity(_NOBODY, 0, 1))).astype({"module": str})
-    rows = rows[rows["backward"] == backward].astype(plain)[[*keys, *COLUMNS, "status"]]
+    rows = rows[rows["backward"] == backward].astype(plain)[[*keys, *HEADS, "status"]]
     merged = known.merge(rows.astype({"use": "int64", "head": "int64"}), on=keys, how="inner")
     return _typed(merged)
 
@@ -140,6 +138,25 @@ def joined(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return _typed(pd.concat(plain, ignore_index=True))
 
 
+EDGES = (
+    "module",
+    "use",
+    "head",
+    "label",
+    "layer",
+    "direction",
+    "rank",
+    "sequence",
+    "query_position",
+    "key_position",
+    "query_token_id",
+    "key_token_id",
+    "attention",
+    "advantage",
+    "compatibility",
+    "alpha_b",
+    "score_gradient",
+)
 HISTORY = [
     "step",
     "module",
@@ -150,7 +167,7 @@ HISTORY = [
     "layer",
     "loss_weight",
     "loss_scale",
-    *COLUMNS,
+    *HEADS,
     "status",
 ]
 
@@ -252,7 +269,7 @@ def tokens(state: State, tokenizer: Any = None) -> pd.DataFrame:
             for name, side in (("query", call.queries), ("key", call.keys)):
                 tables.append(_side(key, entry, name, side, numbers, shared))
     columns = ["module", "use", "head", "label", "layer", "kind", "side", "sequence", "position", "token_id"]
-    table = _stacked(tables, [*columns, *QUERY_COLUMNS, *KEY_COLUMNS])
+    table = _stacked(tables, [*columns, *QUERY_ROWS, *KEY_ROWS])
     table.insert(table.columns.get_loc("token_id") + 1, "token", _strings(table["token_id"], tokenizer))
     table.loc[table["token_id"] < 0, "token_id"] = None
     return _typed(table)
@@ -273,7 +290,7 @@ def _side(
         "side": name,
     }
     table |= {column: np.tile(values, entry.heads) for column, values in repeated.items()}
-    for column in (*QUERY_COLUMNS, *KEY_COLUMNS):
+    for column in (*QUERY_ROWS, *KEY_ROWS):
         table[column] = side.columns[column].T.reshape(-1) if column in side.columns else np.nan
     return pd.DataFrame(table, index=range(count * entry.heads))
 
@@ -286,10 +303,7 @@ def edges(state: State, top: int, tokenizer: Any = None) -> pd.DataFrame:
         if entry.edges is not None:
             for direction in ("routed", "anti_routed"):
                 tables.append(_direction(key, entry.edges, direction, top, order, shared))
-    columns = ["module", "use", "head", "label", "layer", "direction", "rank", "sequence", "query_position"]
-    columns += ["key_position", "query_token_id", "key_token_id", "attention", "advantage", "compatibility", "alpha_b"]
-    columns += ["score_gradient"]
-    table = _stacked(tables, columns)
+    table = _stacked(tables, EDGES)
     for side in ("query", "key"):
         place = table.columns.get_loc(f"{side}_token_id")
         table.insert(place + 1, f"{side}_token", _strings(table[f"{side}_token_id"], tokenizer))
@@ -300,9 +314,9 @@ def edges(state: State, top: int, tokenizer: Any = None) -> pd.DataFrame:
 def _direction(
     key: Key, kept: TopEdges, direction: str, top: int, order: dict[int, int], shared: Collection[str]
 ) -> pd.DataFrame:
-    rows = getattr(kept, direction)[:, :top].numpy()
-    heads_, count = rows.shape[:2]
-    flat = rows.reshape(-1, rows.shape[-1])
+    rows = getattr(kept, direction).map(lambda column: column[:, :top])
+    heads_, count = rows.score_gradient.shape
+    flat = {field.name: getattr(rows, field.name).flatten().numpy() for field in fields(EdgeRows)}
     numbers = np.array([order.get(identity, -1) for identity in kept.sequences] or [0])
     table = pd.DataFrame(
         {
@@ -313,18 +327,11 @@ def _direction(
             "layer": key.site.layer,
             "direction": direction,
             "rank": np.tile(np.arange(1, count + 1), heads_),
-            "sequence": numbers[flat[:, 0].astype(int)],
-            "query_position": flat[:, 1],
-            "key_position": flat[:, 2],
-            "query_token_id": flat[:, 7],
-            "key_token_id": flat[:, 8],
-            "attention": flat[:, 4],
-            "advantage": flat[:, 5],
-            "compatibility": flat[:, 6],
-            "alpha_b": flat[:, 4] * flat[:, 6],
-            "score_gradient": flat[:, 3],
+            **flat,
+            "sequence": numbers[flat["sequence"]],
+            "alpha_b": flat["attention"] * flat["compatibility"],
         }
-    )
+    )[list(EDGES)]
     return table[table["score_gradient"] != 0]
 
 

@@ -13,17 +13,8 @@ from numpy.typing import NDArray
 
 from ..hooks.call import AttentionCall
 from ..hooks.sequences import documents
+from .columns import KEY_ROWS, QUERY_ROWS
 from .law.vectors import Vectors
-
-# column → (degree in u, belongs to query rows)
-QUERY_COLUMNS = {
-    "entropy": 0,
-    "expected_compatibility": 1,
-    "advantage_missed": 1,
-    "advantage_spread": 1,
-    "upstream_norm": 1,
-}
-KEY_COLUMNS = {"usage": 0, "coherence": 0, "update_norm": 1, "update_cosine": 0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +44,10 @@ class Tokens:
 
     def divide(self, weight: float) -> None:
         for call in self.calls:
-            for side, degrees in ((call.queries, QUERY_COLUMNS), (call.keys, KEY_COLUMNS)):
-                for name, degree in degrees.items():
-                    if degree:
-                        side.columns[name] /= weight**degree
+            for side, columns in ((call.queries, QUERY_ROWS), (call.keys, KEY_ROWS)):
+                for column in columns.values():
+                    if column.degree:
+                        side.columns[column.name] /= weight**column.degree
 
     def merge(self, other: Tokens) -> None:
         self.calls.extend(other.calls)

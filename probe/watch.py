@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..hooks.adapters import transformer_lens
 from ..hooks.attach import attach
 from ..hooks.call import AttentionCall, CallSite, Needs
 from ..hooks.errors import BadRequest, ClosedWatch, NoAttentionSeen, NoGradientReached
 from ..hooks.site import Site
-from . import shown
+from . import notebook
 from . import tables as frames
+from .columns import COLUMNS
 from .history import History
 from .law import compiled_block as inductor
 from .law.vectors import Vectors
@@ -66,6 +68,7 @@ class Watch(Readings):
         if self.compiled:
             _prepare(model, self.fused)
         self._attachment = attach(model, self, reach_all=options.reach_all)
+        _announce_processing(model)
 
     # -- receiver ----------------------------------------------------------------------------------------------------
 
@@ -290,11 +293,11 @@ class Watch(Readings):
             "loss weight": self.loss_weight,
         }
         if self._error is not None:
-            return shown.block(f"Watch of {self.model_name}", {**facts, "error": self._error})
+            return notebook.block(f"Watch of {self.model_name}", {**facts, "error": self._error})
         state = self.state()
         heads = frames.heads(state) if state.entries else None
-        return shown.block(
-            f"Watch of {self.model_name}", facts, None if heads is None else shown.strongest(self._select(heads))
+        return notebook.block(
+            f"Watch of {self.model_name}", facts, None if heads is None else notebook.strongest(self._select(heads))
         )
 
     def __enter__(self) -> Watch:
@@ -312,6 +315,19 @@ class Watch(Readings):
             raise self._error
         if ran and self.observing and not self._steps and not self._closed_steps.entries:
             self._complain()
+
+
+def _announce_processing(model: nn.Module) -> None:
+    """Warn where columns speak of processed weights and not of the model as it was trained."""
+    found = transformer_lens.processing(model)
+    if found is not None:
+        same = [name for name, column in COLUMNS.items() if column.processed and column.needs_weights]
+        other = [name for name, column in COLUMNS.items() if column.processed is False]
+        warnings.warn(
+            f"advantage_probe: the bridge's weights were processed ({found}); {', '.join(same)} and the "
+            f"attention columns are those of the original model, {', '.join(other)} are not.",
+            stacklevel=4,
+        )
 
 
 def _prepare(model: nn.Module, fused: bool) -> None:

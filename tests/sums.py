@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from advantage_probe.probe.statistics import SUMS
+from advantage_probe.probe.columns import SUMS
 
 PLAIN = (("", "decoder_self"),)
 

@@ -22,7 +22,7 @@ from advantage_probe.analyses.wind_tunnels import errors
 from advantage_probe.analyses.wind_tunnels.tasks import registry
 from advantage_probe.analyses.wind_tunnels.training import recipes
 from advantage_probe.analyses.wind_tunnels.training.models import Shape
-from advantage_probe.probe.statistics import COLUMNS, SUMS
+from advantage_probe.probe.columns import HEADS, SUMS
 from advantage_probe.probe.tables import HISTORY
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +47,7 @@ def test_every_python_block_runs_in_order(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_every_column_is_explained() -> None:
     table = README.split("## Reading the heads table")[1].split("<details>")[0]
     explained = {name.strip() for line in re.findall(r"^\| ([a-z_, ]+) \|", table, re.M) for name in line.split(",")}
-    assert explained - {"column", "status"} == set(COLUMNS)
+    assert explained - {"column", "status"} == set(HEADS)
 
 
 def test_every_named_exception_has_its_remedy() -> None:
@@ -157,8 +157,8 @@ def every_table_is_explained(place: Path) -> None:
         found = {name for name in pd.read_parquet(file).columns if not re.fullmatch(r"update_[1-9]\d*", name)}
         assert found - identity == names - identity, table
     heads = {re.sub("_(low|high)$", "", name) for name in pd.read_parquet(folders[0] / "heads.parquet").columns}
-    assert heads - identity - {"status"} == set(COLUMNS)
+    assert heads - identity - {"status"} == set(HEADS)
     sums = pd.read_parquet(folders[0] / "sequences.parquet").columns
     assert set(sums) - identity - {"sequence"} == set(SUMS)
     told = set(re.search(r"^\| history \| ([\w, ]+) \|", page, re.M)[1].replace(" ", "").split(","))  # type: ignore[index]
-    assert set(HISTORY) - identity - {"status"} - set(COLUMNS) == told
+    assert set(HISTORY) - identity - {"status"} - set(HEADS) == told

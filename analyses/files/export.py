@@ -24,7 +24,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ...hooks.errors import BadInput, BadRequest
-from ...probe.statistics import SUMS
+from ...probe.columns import SUMS
 from ...probe.tables import readable
 from .table_json import read_json_table, write_json_table
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pandas as pd
 
 from ...hooks.errors import BadRequest
+from ...probe.columns import columns_of
 
-COLUMNS = ("routing_pressure", "content_relative", "alignment", "coherence", "effective_keys")
 _ESCAPES = {
     "\\": r"\textbackslash{}",
     "&": r"\&",
@@ -52,7 +52,7 @@ def heads_table(heads: pd.DataFrame, labels: Sequence[str], caption: str) -> str
         BadRequest: for a label that the table does not have, or has twice.
     """
     rows = heads.set_index(heads["label"].astype(str))
-    names = [name for name in COLUMNS if name in heads]
+    names = [name for name in columns_of("latex") if name in heads]
     lines = [
         r"% \usepackage{booktabs}",
         r"\begin{table}",

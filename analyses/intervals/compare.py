@@ -18,24 +18,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ...hooks.errors import BadInput
-from ...probe.statistics import SUMS, columns
+from ...probe.columns import SUMS, columns, columns_of
 from ..runs.stored import Stored
 
 DRAWS = 999
 LEVEL = 0.95
 BLOCK = 2**24  # sums of draws that are held at once
 FEWEST = 6  # pairs: below, even all signs alike are no rarer than 1 in 32
-# columns that do not depend on the gauge of (W_V, W_O) or on how long the text is
-COMPARABLE = (
-    "routing_pressure",
-    "content_relative",
-    "alignment",
-    "edge_over_uniform",
-    "coherence",
-    "update_cosine",
-    "attention_entropy",
-    "usage_effective",
-)
 _KEYS = ["module", "use", "head", "label"]
 Array = NDArray[np.float64]
 
@@ -142,8 +131,8 @@ def _sums(first: pd.DataFrame, second: pd.DataFrame, *, paired: bool = True) -> 
 
 def _values(sums: Array) -> Array:
     """Comparable columns of sums (…,H,C): (…,H,columns)."""
-    table = columns(sums, COMPARABLE)
-    return np.stack([table[name] for name in COMPARABLE], -1)
+    table = columns(sums, columns_of("compared"))
+    return np.stack([table[name] for name in columns_of("compared")], -1)
 
 
 def _compared(heads: pd.DataFrame, first: Array, second: Array, *, paired: bool, draws: int, seed: int) -> Comparison:
@@ -173,7 +162,7 @@ def _compared(heads: pd.DataFrame, first: Array, second: Array, *, paired: bool,
     changed = (p <= 1 - LEVEL) & np.isfinite(observed) & (sequences >= FEWEST)
     before, after = _values(first.sum(0)), _values(second.sum(0))
     tables = []
-    for place, name in enumerate(COMPARABLE):
+    for place, name in enumerate(columns_of("compared")):
         rows: dict[str, Any] = {
             "column": name,
             "first": before[:, place],

@@ -19,14 +19,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ...probe import bootstrap
-from ...probe.statistics import SUMS, columns
+from ...probe.columns import SUMS, columns, columns_of
 from .paired import quantile
 
 FEWEST = 12  # sequences: with fewer, a bootstrap over them is too narrow to single anything out
 LEVEL = 0.95
 MANY = 200  # sequences: from here on Student's limit is the plain one
 BLOCK = 500  # heads that are drawn at once
-COLUMNS = ("routing_pressure", "content_relative", "alignment", "score_slope")
+RESAMPLED = columns_of("resampled")
 _KEYS = ["module", "use", "head", "label"]
 Array = NDArray[np.float64]
 
@@ -159,7 +159,7 @@ def resampled(sequences: pd.DataFrame) -> Resampled | None:
 def _sample(sums: Array, weights: Array, chosen: NDArray[np.bool_]) -> Sample:
     parts: list[list[dict[str, Array]]] = [[], []]
     for some in np.array_split(sums[chosen], max(1, sums.shape[1] // BLOCK), axis=1):  # of many heads it is gigabytes
-        parts[0].append(columns(some.sum(0), COLUMNS))
-        parts[1].append(columns(np.tensordot(weights[:, chosen], some, 1), COLUMNS))
-    whole, drawn = ({name: np.concatenate([one[name] for one in part], -1) for name in COLUMNS} for part in parts)
+        parts[0].append(columns(some.sum(0), RESAMPLED))
+        parts[1].append(columns(np.tensordot(weights[:, chosen], some, 1), RESAMPLED))
+    whole, drawn = ({name: np.concatenate([one[name] for one in part], -1) for name in RESAMPLED} for part in parts)
     return Sample(int(chosen.sum()), whole, drawn)

@@ -25,8 +25,7 @@ from ...hooks.call import AttentionCall, CallSite
 from ...hooks.errors import BadRequest, NoAttentionSeen
 from ...hooks.site import Site
 from ...probe.law.definition import law
-from ...probe.naming import label
-from ...probe.state import Key
+from ...probe.state import Key, label
 from ..inputs.corpus import Batch
 
 Step = Literal["values", "scores"]

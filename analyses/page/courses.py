@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .shown_columns import SHOWN, short
+from ...probe.columns import columns_of
 
 NUMBERS = 80_000  # of all heads' courses: about 600 kB
 STEPS = (40, 400)  # steps that are kept at least, where there are so many heads, and at most
+
+
+def short(value: Any, digits: int = 6) -> float | None:
+    """So many significant digits: more than the page shows, few enough to keep it small."""
+    return None if pd.isna(value) else float(f"{value:.{digits}g}")
 
 
 def history_lines(table: pd.DataFrame | None) -> dict[str, Any]:
@@ -24,7 +29,7 @@ def history_lines(table: pd.DataFrame | None) -> dict[str, Any]:
     table = table.assign(label=table["label"].astype(str))
     if "backward" in table:
         table = table[table["backward"] == 0]
-    names = [name for name in SHOWN if name in table and table[name].notna().any()]
+    names = [name for name in columns_of("page") if name in table and table[name].notna().any()]
     wide = table.drop_duplicates(["step", "label"]).pivot(index="step", columns="label", values=names).sort_index()
     labels = list(dict.fromkeys(table["label"]))
     shown = thinned(len(wide), max(STEPS[0], min(STEPS[1], NUMBERS // max(1, len(labels) * len(names)))))

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...probe.columns import COLUMNS, columns_of
 from ..files.export import jsonable
 from ..runs.maps import HeadMap, Maps
-from .courses import curve_lines, history_lines
-from .shown_columns import SHOWN, short
+from .courses import curve_lines, history_lines, short
 
 EDGES = 2_000  # per head, over both directions
 LISTED = 12  # edges per direction that are shown with their tokens
 POINTS = 4_000  # of a manifold
 MANY = 1_000  # heads: of more, numbers have four digits, which is still one more than the page shows
 
-WITH_INTERVAL = ("routing_pressure", "content_relative", "alignment")
+WITH_INTERVAL = columns_of("page")[:3]
 
 
 def packed(*parts: np.ndarray) -> str:
@@ -99,7 +99,7 @@ def head_columns(heads: pd.DataFrame) -> dict[str, Any]:
         texts = heads[name].astype(object) if name in heads else pd.Series([None] * len(heads), dtype=object)
         codes, known = pd.factorize(texts.where(texts.notna(), None), use_na_sentinel=False)
         found[name] = {"texts": [None if pd.isna(text) else str(text) for text in known], "codes": codes.tolist()}
-    for name in SHOWN:
+    for name in columns_of("page"):
         for column in (name, f"{name}_low", f"{name}_high"):
             if column in heads and (column == name or name in WITH_INTERVAL):
                 found[column] = [short(value, 6 if len(heads) <= MANY else 4) for value in heads[column]]
@@ -190,12 +190,17 @@ def data_of(
         room: bytes that all of it may take; heads whose maps, pairs and words no longer fit go without (`drawn` says how
             many have theirs).
     """
-    names = [name for name in SHOWN if name in heads]
+    names = [name for name in columns_of("page") if name in heads]
     data: dict[str, Any] = jsonable(
         {
             "heads": head_columns(heads),
             "columns": [
-                {"name": name, "unit": SHOWN[name][0], "signed": SHOWN[name][1], "meaning": SHOWN[name][2]}
+                {
+                    "name": name,
+                    "unit": COLUMNS[name].unit,
+                    "signed": COLUMNS[name].signed,
+                    "meaning": COLUMNS[name].meaning,
+                }
                 for name in names
             ],
             "rows": _lines(heads)[1],

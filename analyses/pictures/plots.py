@@ -15,8 +15,9 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from ...hooks.errors import BadRequest
+from ...probe.columns import COLUMNS, with_unit
 from .figures import COLOURS, COLUMN, DIVERGING, PAGE, SEQUENTIAL, axes, limit, needs, style, thinned, token
-from .plots_learning import arms, by_part, named, over_steps, paths, trajectories, two_timescales
+from .plots_learning import arms, by_part, over_steps, paths, trajectories, two_timescales
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,9 +38,6 @@ __all__ = [
     "two_timescales",
     "vocabulary",
 ]
-
-# columns whose sign means something: drawn on a scale that is symmetric around zero
-SIGNED = ("alignment", "edge_over_uniform", "update_cosine", "score_slope", "value_slope", "kv_value_slope")
 
 
 def layer_head(
@@ -67,7 +65,7 @@ def layer_head(
         place = rows.index((str(row.module), row.use)), int(row.head)
         grid[place] = getattr(row, column)
         places[str(row.label)] = place
-    signed = column in SIGNED if signed is None else signed
+    signed = (column in COLUMNS and COLUMNS[column].signed) if signed is None else signed
     with style():
         ax = axes(COLUMN, max(1.6, min(6.0, 0.16 * len(rows) + 0.9)), ax)
         top = most or limit(grid)
@@ -95,7 +93,7 @@ def layer_head(
         ax.set_xticks(across, [str(head) for head in across])
         ax.set_xlabel("head")
         ax.set_ylabel("layer")
-        ax.figure.colorbar(shown, ax=ax, label=named(column), shrink=0.9)
+        ax.figure.colorbar(shown, ax=ax, label=with_unit(column), shrink=0.9)
     return ax
 
 

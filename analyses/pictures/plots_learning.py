@@ -15,34 +15,13 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from ...hooks.errors import BadRequest
+from ...probe.columns import with_unit
 from .figures import COLOURS, COLUMN, axes, needs, over_runs, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-UNITS = {
-    "attention_entropy": "nats",
-    "effective_keys": "keys",
-    "usage_effective": "keys",
-    "usage_uniform": "keys",
-    "mean_distance": "tokens",
-    "advantage_std": "loss",
-    "advantage_missed": "loss",
-    "routing_pressure": "loss",
-    "content_pressure": "loss per value unit",
-    "content_relative": "loss",
-    "score_slope": "loss per unit step",
-    "value_slope": "loss per unit step",
-    "kv_value_slope": "loss per unit step",
-    "edge_over_uniform": "loss",
-}
 DASHES = ("-", "--", ":", "-.")
-
-
-def named(column: str) -> str:
-    """A column's name with its unit, as an axis says it."""
-    unit = UNITS.get(column)
-    return f"{column} ({unit})" if unit else column
 
 
 def band(ax: Axes, x: ArrayLike, rows: ArrayLike, place: int = 0, **line: Any) -> None:
@@ -86,7 +65,7 @@ def trajectories(
             ax.set_yscale("log")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("optimizer step")
-        ax.set_ylabel(named(column))
+        ax.set_ylabel(with_unit(column))
         ax.legend(ncols=2)
     return ax
 

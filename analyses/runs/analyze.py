@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...hooks.errors import BadInput, NoGradientReached
-from ...probe import shown
+from ...probe import notebook
 from ...probe.tables import CAPTURED
 from ...probe.watch import Watch, watch
 from ..inputs.corpus import Batch, Window, batches, context_of, encode, start_token, windows
@@ -56,7 +56,7 @@ class Run:
         """What a notebook shows: what was measured, and the strongest heads."""
         names = ("targets", "windows", "loss", "loss_unit", "dtype", "attention_implementation")
         facts = {name: self.record[name] for name in names if name in self.record}
-        return shown.block(f"Run on {self.record.get('model')}", facts, shown.strongest(self.heads))
+        return notebook.block(f"Run on {self.record.get('model')}", facts, notebook.strongest(self.heads))
 
     @property
     def frames(self) -> dict[str, pd.DataFrame]:

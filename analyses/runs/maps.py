@@ -22,8 +22,7 @@ from ...hooks.attach import calls
 from ...hooks.call import AttentionCall
 from ...hooks.errors import BadInput
 from ...probe.law.definition import law
-from ...probe.naming import label, shared_modules
-from ...probe.state import Key
+from ...probe.state import Key, label, shared_modules
 
 POOLED, FINE = 64, 256  # cells of a side at most
 Grid = NDArray[np.float32]

@@ -24,8 +24,7 @@ from ...hooks.call import AttentionCall
 from ...hooks.errors import BadRequest, NoAttentionSeen
 from ...probe.law.blocks import vectors as blockwise_vectors
 from ...probe.law.definition import law
-from ...probe.naming import label, shared_modules
-from ...probe.state import Key
+from ...probe.state import Key, label, shared_modules
 from ..inputs.corpus import Batch
 
 Array = NDArray[np.float64]

@@ -24,8 +24,7 @@ from ...hooks.call import AttentionCall
 from ...hooks.errors import NoGradientReached
 from ...hooks.site import Site
 from ...probe.law.blocks import vectors
-from ...probe.naming import label, shared_modules
-from ...probe.state import Key
+from ...probe.state import Key, label, shared_modules
 from .projections import output_maps, unembedding
 
 DRAWS = 200

@@ -9,7 +9,6 @@ functional), and values are those of the weights as they stand, after whatever p
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,25 +17,6 @@ import torch
 from torch import nn
 
 from .families import chained
-
-# columns that do not change when a value bias is folded into the output bias and writing weights are centred
-INVARIANT = (
-    "queries",
-    "attention_entropy",
-    "sink_share",
-    "effective_keys",
-    "first_key_share",
-    "mean_distance",
-    "advantage_std",
-    "advantage_missed",
-    "alignment",
-    "routing_pressure",
-    "score_slope",
-    "edge_over_uniform",
-    "usage_effective",
-    "usage_uniform",
-)
-CHANGED = ("content_pressure", "content_relative", "value_slope", "kv_value_slope", "coherence", "update_cosine")
 
 
 @dataclass(frozen=True)
@@ -102,14 +82,3 @@ def processing(model: Any) -> Processing | None:
                     means = min(float(weight.float().mean(axis).abs().max()) for axis in (0, -1))
                     centred &= means < 1e-5 * float(weight.abs().max())
     return Processing(folded, centred, bool(getattr(model.adapter, "_fold_ln_requested", False)))
-
-
-def announce(model: nn.Module) -> None:
-    """Warn where columns speak of processed weights and not of the model as it was trained."""
-    found = processing(model)
-    if found is not None:
-        warnings.warn(
-            f"advantage_probe: the bridge's weights were processed ({found}); {', '.join(INVARIANT[6:12])} and the "
-            f"attention columns are those of the original model, {', '.join(CHANGED)} are not.",
-            stacklevel=4,
-        )

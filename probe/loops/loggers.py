@@ -6,32 +6,14 @@ Names are flat, such as `probe/L3H7/routing_pressure`, so that every dashboard g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import pandas as pd
-
 from ...hooks.errors import BadRequest
+from ..columns import columns_of
 
-Logger = Callable[[dict[str, float], int], object]
 # what a dashboard of many heads can carry; columns=None logs all
-USUAL = ("routing_pressure", "content_relative", "attention_entropy", "usage_effective", "law_residual")
-
-
-def flat(rows: pd.DataFrame, columns: Iterable[str]) -> dict[str, float]:
-    """The numbers of one step's rows by flat name; first deliveries only, and only what is finite.
-
-    Args:
-        rows: rows of one step, as `Watch.history()` gives them.
-        columns: which numeric columns to name.
-    """
-    rows = rows[rows["backward"] == 0]
-    found: dict[str, float] = {}
-    for column in columns:
-        for head, value in zip(rows["label"].astype(str), rows[column].astype(float), strict=True):
-            if pd.notna(value) and abs(value) != float("inf"):
-                found[f"probe/{head}/{column}"] = float(value)
-    return found
+USUAL = columns_of("logger")
 
 
 def _chosen(values: Mapping[str, float], columns: Iterable[str] | None) -> dict[str, float]:

@@ -12,10 +12,9 @@ import pandas as pd
 import pytest
 
 from advantage_probe.analyses.page.report import LIMIT, html
-from advantage_probe.analyses.page.shown_columns import SHOWN
 from advantage_probe.analyses.runs.analyze import Run
 from advantage_probe.analyses.runs.maps import FINE, POOLED, HeadMap, Maps
-from advantage_probe.probe.statistics import SUMS
+from advantage_probe.probe.columns import SUMS, columns_of
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -44,8 +43,10 @@ def made(layers: int, width: int, length: int, *, edges: int, windows: int = 16,
         "layer": layer,
     }
     heads = pd.DataFrame({**base, "kind": "decoder_self", "status": "ok"})
-    for place, name in enumerate(SHOWN):
-        heads[name] = generator.lognormal(size=count) * (-1 if SHOWN[name][1] else 1) ** (place + np.arange(count))
+    for place, name in enumerate(columns_of("page")):
+        heads[name] = generator.lognormal(size=count) * (-1 if columns_of("page")[name][1] else 1) ** (
+            place + np.arange(count)
+        )
         heads[f"{name}_low"], heads[f"{name}_high"] = heads[name] - 0.1, heads[name] + 0.1
     heads.loc[1, "alignment"], heads.loc[2, "status"] = np.nan, "non-finite (1 step)"
     tokens = pd.DataFrame({"token_id": range(len(EVIL)), "token": pd.Series(EVIL, dtype=object)})

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 from advantage_probe.analyses.intervals import compare as compare_module
-from advantage_probe.analyses.intervals.compare import COMPARABLE, FEWEST, compare, halves
+from advantage_probe.analyses.intervals.compare import FEWEST, compare, halves
 from advantage_probe.analyses.runs.maps import Maps
 from advantage_probe.analyses.runs.stored import FORMAT, FRAMES, Stored, open_run
 from advantage_probe.hooks.errors import BadInput
-from advantage_probe.probe.statistics import INDEX, SUMS, columns
+from advantage_probe.probe.columns import INDEX, SUMS, columns, columns_of
 
 HEADS = 12
 RECORD = {
@@ -94,7 +94,7 @@ def test_a_head_that_changed_is_found_and_no_other() -> None:
 def test_the_simultaneous_limit_is_wider_than_one_heads_own() -> None:
     result = compare(stored(drawn(30, 1)), stored(drawn(30, 2)))
     width = (result.table["difference_high"] - result.table["difference_low"]) / 2
-    assert len(result.table) == HEADS * len(COMPARABLE)
+    assert len(result.table) == HEADS * len(columns_of("compared"))
     spread = width / (width / 1.0)  # per row: limit × spread; the limit is one number
     assert np.isfinite(spread).all()
     inside = (result.table["difference"].abs() <= width) | result.table["changed"]

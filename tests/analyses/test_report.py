@@ -16,7 +16,7 @@ from advantage_probe.analyses.inputs.corpus import Window
 from advantage_probe.analyses.page.report import html
 from advantage_probe.analyses.runs.analyze import analyze
 from advantage_probe.hooks.errors import BadInput, BadRequest
-from advantage_probe.probe.statistics import SUMS
+from advantage_probe.probe.columns import SUMS
 from advantage_probe.probe.tables import spell
 
 EVIL = [

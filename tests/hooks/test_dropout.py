@@ -10,9 +10,9 @@ from torch import nn
 from truth import recorded, relative
 
 import advantage_probe as ap
+from advantage_probe.probe.columns import HEADS, WITHOUT_WEIGHTS
 from advantage_probe.probe.law.definition import law
 from advantage_probe.probe.law.verify import residuals
-from advantage_probe.probe.statistics import COLUMNS, WITHOUT_WEIGHTS
 
 
 def llama(kernel: str) -> nn.Module:
@@ -121,6 +121,6 @@ def test_a_fused_kernel_with_dropout_keeps_what_attention_says_and_refuses_the_r
     first = table["layer"] == 0  # later layers see other inputs once something was dropped
     for name in WITHOUT_WEIGHTS:
         assert table.loc[first, name].tolist() == pytest.approx(plainly.loc[first, name].tolist(), rel=1e-5), name
-    assert table[[name for name in COLUMNS if name not in WITHOUT_WEIGHTS]].isna().all().all()
+    assert table[[name for name in HEADS if name not in WITHOUT_WEIGHTS]].isna().all().all()
     verdict = ap.verify(model, batch, loss=lambda out: out if isinstance(out, torch.Tensor) else out.loss)
     assert set(verdict["verdict"]) == {"dropout hidden"}

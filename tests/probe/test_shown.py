@@ -7,7 +7,7 @@ import zoo
 
 import advantage_probe as ap
 from advantage_probe.analyses.files.latex import escaped, heads_table, number
-from advantage_probe.probe import shown
+from advantage_probe.probe import notebook
 
 
 def test_a_watch_shows_its_strongest_heads_and_its_state() -> None:
@@ -26,7 +26,7 @@ def test_a_watch_shows_its_strongest_heads_and_its_state() -> None:
 
 
 def test_cells_are_escaped_and_missing_numbers_are_dashes() -> None:
-    page = shown.table(pd.DataFrame({"<i>": ["<script>", "&"], "x": [float("nan"), 0.123456]}))
+    page = notebook.table(pd.DataFrame({"<i>": ["<script>", "&"], "x": [float("nan"), 0.123456]}))
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
     assert "<i>" not in page

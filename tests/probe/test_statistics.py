@@ -12,9 +12,10 @@ from truth import NAME, recorded, reference_registered
 
 import advantage_probe as ap
 from advantage_probe.probe import bootstrap
+from advantage_probe.probe.columns import HEADS, SUMS
 from advantage_probe.probe.law.definition import law
 from advantage_probe.probe.state import State
-from advantage_probe.probe.statistics import COLUMNS, SUMS, Sums
+from advantage_probe.probe.statistics import Sums
 
 
 def captured(family: str, rows: int = 3):
@@ -230,9 +231,7 @@ def test_columns_that_compare_heads_do_not_see_the_gauge() -> None:
     with ap.watch(model) as after:
         model(**batch).loss.backward()
     one, other = before.heads(), after.heads()
-    free = [
-        name for name in COLUMNS if name not in ("content_pressure", "value_slope", "kv_value_slope", "law_residual")
-    ]
+    free = [name for name in HEADS if name not in ("content_pressure", "value_slope", "kv_value_slope", "law_residual")]
     for name in free:
         scale = one[name].abs().max() or 1.0
         assert (one[name] - other[name]).abs().max() <= 1e-6 * scale, name
@@ -258,6 +257,6 @@ def test_a_non_finite_head_poisons_nothing_else() -> None:
     hit = table["head"] == 1
     assert table.loc[hit, "status"].unique().tolist() == ["non-finite (1 step)"]
     assert (table.loc[~hit, "status"] == "ok").all()
-    own = [name for name in COLUMNS if name != "kv_value_slope"]  # that one belongs to the whole group
+    own = [name for name in HEADS if name != "kv_value_slope"]  # that one belongs to the whole group
     assert table.loc[~hit, own].equals(expected.loc[~hit, own])
     assert table.loc[hit, "routing_pressure"].notna().all()

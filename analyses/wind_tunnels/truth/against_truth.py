@@ -21,8 +21,7 @@ from torch import nn
 
 from ....hooks.attach import calls
 from ....hooks.call import AttentionCall
-from ....probe.naming import label
-from ....probe.state import Key
+from ....probe.state import Key, label
 from ...inputs.corpus import Batch
 from ...runs.analyze import Progress, Run, collect
 from ..tasks.protocol import Episodes, Tunnel

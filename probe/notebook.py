@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-COLUMNS = ("label", "routing_pressure", "content_relative", "alignment", "coherence", "effective_keys", "status")
+from .columns import columns_of
+
 MOST = 12
 
 
@@ -36,5 +37,5 @@ def block(title: str, facts: Mapping[str, Any], rows: pd.DataFrame | None = None
 
 def strongest(heads: pd.DataFrame) -> pd.DataFrame:
     """The strongest heads by routing pressure, in the columns that a notebook shows."""
-    names = [name for name in COLUMNS if name in heads]
+    names = [name for name in ("label", *columns_of("notebook"), "status") if name in heads]
     return heads.sort_values("routing_pressure", ascending=False)[names].head(MOST)
