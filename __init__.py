@@ -12,7 +12,12 @@ The names below load on first use, so that importing the package costs nothing.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -96,3 +101,44 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_WHERE[name], __name__), name)
     globals()[name] = value
     return value
+
+
+# import paths of earlier releases, which work for one more, with a DeprecationWarning
+_MOVED = {
+    "analyses.export": "analyses.files.export",
+    "analyses.figures": "analyses.pictures.figures",
+    "analyses.plots": "analyses.pictures.plots",
+    "analyses.report": "analyses.page.report",
+    "analyses.against_truth": "analyses.wind_tunnels.truth.against_truth",
+    "analyses.manifolds.collecting": "analyses.vectors.collecting",
+    "analyses.manifolds.manifold": "analyses.vectors.pca",
+    "hooks.handwritten": "hooks.adapters.expose",
+    "hooks.refusals": "hooks.errors",
+    "hooks.training": "probe.loops.trainer",
+    "hooks.training_lightning": "probe.loops.lightning",
+    "probe.loggers": "probe.loops.loggers",
+    "probe.verify": "probe.law.verify",
+}
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Finds modules by the names that they had before; asked last, so that it costs nothing where a module is found."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        known = fullname.startswith(f"{__name__}.") and fullname.removeprefix(f"{__name__}.") in _MOVED
+        return ModuleSpec(fullname, self) if known else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = f"{__name__}.{_MOVED[spec.name.removeprefix(f'{__name__}.')]}"
+        warnings.warn(f"{spec.name} is now {new}; the old name goes with the next release.", DeprecationWarning, 2)
+        module = import_module(new)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        state = module.__spec__
+        if state is not None and state.loader_state is not None:
+            module.__spec__ = state.loader_state  # the import system has put the old name's there
+
+
+sys.meta_path.append(_Moved())

@@ -38,7 +38,7 @@ from .commands.tunnels import app as tunnel_app
 if TYPE_CHECKING:
     import pandas as pd
 
-    from .runs.analyze import Run
+    from .runs.run import Run
 
 # what a disk or its owner refuses, wherever a file is written
 NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .attachment import Plan
-from .call import AttentionCall, CallSite, Editor
+from .call import AttentionCall, CallSite, Editor, is_plain
 from .errors import ProbeError
 from .forward import stacks
 from .tap import Delivery, Replay, fusable, fused, tap_inputs, tap_output
@@ -203,8 +203,8 @@ def _fused(
         reading = read()
     except ProbeError:
         return None
-    plainly = reading.softcap is None and reading.sinks is None and reading.late is None and not reading.dropout
-    if not plainly or reading.weights or reading.hidden:
+    drops = reading.weights or reading.dropout or None
+    if reading.late is not None or not is_plain(reading.softcap, reading.sinks, drops, reading.hidden):
         return None
     call = site_of(plan, reading, query, key)
     visibility = Visibility(

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..hooks.errors import BadInput, BadRequest
+from .whole_file import whole_file
 
 FORMAT = 1
 _MARK = b"advantage_probe"
@@ -119,17 +120,11 @@ class History:
         self._write(rows)
 
     def _write(self, rows: pd.DataFrame) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         table = _plain(pa.Table.from_pandas(rows, preserve_index=False))
         told = json.dumps({"format": FORMAT, "model": self.model, "columns": self.columns}).encode()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), _MARK: told})
-        name = _name(rows)
-        partial = self.folder / f".{name}"
-        try:
+        with whole_file(self.folder / _name(rows)) as partial:
             pq.write_table(table, partial, row_group_size=max(1, len(rows)))
-            os.replace(partial, self.folder / name)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def cut(self, step: int) -> None:
         """Take out every row from `step` on."""

@@ -38,14 +38,35 @@ class Key:
     backward: int = 0
 
 
-def label(key: Key, head: int, shared: Collection[str] = ()) -> str:
+def label(key: Key, head: int, shared: Collection[str] = (), letter: str = "H") -> str:
     """Short name of a head, such as L3H7; prefixed by its stack and, for cross attention, by "x". Where the module's name
-    has no layer, or is one of `shared`, the name itself stands for it: blocks.attention.H7.
+    has no layer, or is one of `shared`, the name itself stands for it: blocks.attention.H7. `letter`: "KV" for key/value
+    heads.
     """
-    use = f"u{key.use}" if key.use else ""
-    if key.site.layer < 0 or key.site.module in shared:
-        return f"{key.site.module or '?'}.H{head}{use}"
-    return f"{_place(key)}H{head}{use}"
+    dot = "." if _by_name(key, shared) else ""
+    return f"{_module(key, shared)}{dot}{letter}{head}{_use(key.use)}"
+
+
+def module_label(key: Key, shared: Collection[str] = ()) -> str:
+    """The name of all heads of a module together: the label without its head."""
+    return f"{_module(key, shared)}{_use(key.use)}"
+
+
+def without_head(label: str, head: int, use: int) -> str:
+    """What is left of a head's label when the head, whose numbers are known, is taken off."""
+    return label.removesuffix(f"H{head}{_use(use)}").rstrip(".")
+
+
+def _by_name(key: Key, shared: Collection[str]) -> bool:
+    return key.site.layer < 0 or key.site.module in shared
+
+
+def _module(key: Key, shared: Collection[str]) -> str:
+    return (key.site.module or "?") if _by_name(key, shared) else _place(key)
+
+
+def _use(use: int) -> str:
+    return f"u{use}" if use else ""
 
 
 def shared_modules(keys: Iterable[Key]) -> frozenset[str]:

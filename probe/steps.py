@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from ..hooks.errors import BadRequest
-from . import tables as frames
+from . import tables
 from .columns import HEADS
 from .history import History
 from .state import Step
@@ -60,7 +60,7 @@ class Steps:
                 self.flush()
             except OSError as error:  # training goes on, rows wait for the next flush
                 if not self._complained:
-                    warnings.warn(f"advantage_probe: the history could not be written ({error}).", stacklevel=4)
+                    warnings.warn(f"advantage_probe: the history could not be written ({error}).", stacklevel=5)
                 self._complained = True
 
     def flush(self) -> None:
@@ -71,13 +71,13 @@ class Steps:
         """
         self._flushed_at = time.monotonic()
         if self.history is not None and self.waiting:
-            self.history.append(frames.history(self.waiting))
+            self.history.append(tables.history(self.waiting))
             self.waiting = []
 
     def table(self) -> pd.DataFrame:
         """One row per closed step, module, use, delivery and head."""
         parts = self.history.read() if self.history is not None else []
-        return frames.joined([*parts, frames.history(self.waiting)])
+        return tables.joined([*parts, tables.history(self.waiting)])
 
     def of(self, number: int) -> pd.DataFrame:
         """The rows of one step.
@@ -87,7 +87,7 @@ class Steps:
         """
         waiting = [step for step in self.waiting if step.number == number]
         if waiting:
-            return frames.history(waiting)
+            return tables.history(waiting)
         table = self.table()
         rows = table[table["step"] == number]
         if rows.empty:
@@ -98,7 +98,7 @@ class Steps:
     def _tell(self, step: Step) -> None:
         if not self.loggers:
             return
-        values = flat(frames.history([step]), HEADS)
+        values = flat(tables.history([step]), HEADS)
         for logger in list(self.loggers):
             try:
                 logger(values, step.number)
@@ -108,7 +108,7 @@ class Steps:
                 warnings.warn(
                     f"advantage_probe: the logger {name} raised {type(error).__name__}: {error}; training goes on "
                     "without it.",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
 
 

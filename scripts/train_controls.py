@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from advantage_probe.analyses.wind_tunnels.tasks.registry import tunnel
-from advantage_probe.analyses.wind_tunnels.training.checkpoints import write_atomically
+from advantage_probe.analyses.wind_tunnels.training.checkpoints import write_whole
 from advantage_probe.analyses.wind_tunnels.training.controls import (
     KINDS,
     RATES,
@@ -53,7 +53,7 @@ class Ledger:
             }
         )
         text = json.dumps(self.found, indent=1) + "\n"
-        write_atomically(self.path, lambda partial: partial.write_text(text) and None)  # type: ignore[misc]
+        write_whole(self.path, lambda partial: partial.write_text(text))
         print(f"{self.name}: {kind} at {rate:g}, {recipe.steps} steps: KL {judged['kl']:.5f} bits", flush=True)
         return float(judged["kl"])
 

@@ -9,7 +9,6 @@ A run's folder holds `course.json` (task, recipe and steps; written last, so tha
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -22,10 +21,10 @@ from torch import Generator, Tensor, nn
 from ...hooks.errors import BadInput
 from ..wind_tunnels.tasks.protocol import Episodes, Tunnel
 from ..wind_tunnels.tasks.registry import tunnel
-from ..wind_tunnels.training.checkpoints import save_state, write_atomically
+from ..wind_tunnels.training.checkpoints import save_state, write_whole
 from ..wind_tunnels.training.models import Shape, build, logits
 from ..wind_tunnels.training.recipes import Recipe
-from ..wind_tunnels.training.runner import episode_length, learning_rate, objective
+from ..wind_tunnels.training.runner import Runner
 from .frame import log_spaced
 from .roles import Frozen, Role
 
@@ -72,13 +71,6 @@ class Course:
                     parameter.mul_(self.gain)
         return model
 
-    def episodes(self, step: int) -> Episodes:
-        """The training episodes of step `step`."""
-        recipe, task = self.recipe, self.task
-        length = episode_length(recipe, task.length, step)
-        batch = recipe.batch * task.length // length
-        return task.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
-
     def fixed(self, sequences: int = 256) -> Episodes:
         """Held-out sequences, the same for every checkpoint, seed and run of the task."""
         return self.task.sample(sequences, Generator().manual_seed(FIXED_SEED))
@@ -92,49 +84,9 @@ SMALL = Course(
 )
 
 
-class Runner:
-    """A model and its optimizer at some step of a course."""
-
-    def __init__(self, course: Course, state: dict[str, Any] | None = None) -> None:
-        self.course, self.model, self.step = course, course.fresh(), 0
-        decayed = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
-        others = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
-        groups = [
-            {"params": decayed, "weight_decay": course.recipe.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=course.recipe.learning_rate)
-        if state is not None:
-            self.model.load_state_dict(state["model"])
-            # the optimizer would go on in the tensors it is given, and a state is used more than once
-            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-            self.step = int(state["step"])
-        self.model.train()
-
-    def state(self) -> dict[str, Any]:
-        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return parts | {"step": self.step, "course": repr(self.course)}
-
-    def advance(self, frozen: Frozen | None = None) -> float:
-        """One optimizer step; returns the training loss before it, nats."""
-        course = self.course
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(course.recipe, self.step)
-        loss = mean_loss(course, self.step)(self.model)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), course.recipe.clip)
-        self.optimizer.step()
-        if frozen is not None:
-            frozen.restore()
-        self.step += 1
-        return float(loss.detach())
-
-
-def mean_loss(course: Course, step: int) -> Callable[[nn.Module], Tensor]:
-    """The loss that step `step` trains on: mean cross-entropy, nats."""
-    task, episodes = course.task, course.episodes(step)
-    return lambda model: objective(task, episodes, logits(model, episodes.tokens), course.recipe.distilled)
+def runner_of(course: Course, state: dict[str, Any] | None = None) -> Runner:
+    """The course at its start, or where `state` was saved."""
+    return Runner(course.task, course.recipe, course.fresh(), state)
 
 
 def train(course: Course, folder: Path, tick: Tick = lambda: None) -> None:
@@ -144,18 +96,20 @@ def train(course: Course, folder: Path, tick: Tick = lambda: None) -> None:
         if load(folder) != course:
             raise BadInput(f"{str(folder)!r} holds another run; choose another folder.")
         return
-    runner = Runner(course)
+    runner = runner_of(course)
     for step in reversed(course.kept):
         if (folder / _name(step)).is_file():
             saved = state(folder, step)
             if saved["course"] != repr(course):
                 raise BadInput(f"{str(folder)!r} holds another run that was not finished; choose another folder.")
-            runner = Runner(course, saved)
+            runner = runner_of(course, saved)
             break
     kept = set(course.kept)
     while True:
         if runner.step in kept:
-            write_atomically(folder / _name(runner.step), lambda path: save_state(runner.state(), path))
+            write_whole(
+                folder / _name(runner.step), lambda path: save_state({**runner.state(), "course": repr(course)}, path)
+            )
         if runner.step == course.recipe.steps:
             break
         runner.advance()
@@ -163,11 +117,7 @@ def train(course: Course, folder: Path, tick: Tick = lambda: None) -> None:
     record: dict[str, Any] = {"tunnel": course.tunnel, "changes": course.changes, "recipe": asdict(course.recipe)}
     record |= {"gain": course.gain, "steps": course.kept}
     text = json.dumps(record, indent=1) + "\n"
-
-    def write(path: Path) -> None:
-        path.write_text(text, encoding="utf-8")
-
-    write_atomically(folder / RECORD, write)
+    write_whole(folder / RECORD, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def load(folder: Path) -> Course:
@@ -216,16 +166,16 @@ def checkpoints(folder: Path) -> Iterator[Runner]:
     """Runners at every kept step, in order."""
     course = load(folder)
     for step in course.kept:
-        yield Runner(course, state(folder, step))
+        yield runner_of(course, state(folder, step))
 
 
 def continued(folder: Path, step: int, roles: tuple[Role, ...], tick: Tick = lambda: None) -> Runner:
     """The run from `step` to its end with the numbers of `roles` frozen; with none it is the run itself."""
     course = load(folder)
-    runner = Runner(course, state(folder, step))
+    runner = runner_of(course, state(folder, step))
     frozen = Frozen(runner.model, roles) if roles else None
     while runner.step < course.recipe.steps:
-        runner.advance(frozen)
+        runner.advance(None if frozen is None else frozen.restore)
         tick()
     return runner
 

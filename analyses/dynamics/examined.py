@@ -25,6 +25,7 @@ from ..wind_tunnels.tasks.protocol import Episodes, Tunnel
 from ..wind_tunnels.tasks.registry import tunnel
 from ..wind_tunnels.training.models import logits
 from ..wind_tunnels.training.recipes import recipe
+from ..wind_tunnels.training.runner import training_episodes
 from . import frame
 from .attention_calls import Head, Loss, heads
 from .course import SMALL, Course, Runner, checkpoints, continued, excess, load, state, train
@@ -216,7 +217,10 @@ def _forks(
         saved = state(folder, fork)
         for kind in KINDS:
             real = real_step(course, saved, kind)
-            batches = {"own": batch(task, course.episodes(real.number)), "held out": held_out}
+            batches = {
+                "own": batch(task, training_episodes(course.task, course.recipe, real.number)),
+                "held out": held_out,
+            }
             table = follow(real.before, real.change, real.loss, batches)
             table.insert(0, "step", fork)
             table.insert(1, "optimizer", kind)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .attention_calls import Loss, double, step_of
-from .course import Course, Runner, mean_loss
+from .course import Course, runner_of
 
 WARM = 20
 Kind = Literal["own", "sgd", "adam", "muon"]
@@ -37,11 +37,11 @@ class RealStep:
 def real_step(course: Course, state: dict[str, Any], kind: Kind = "own", warm: int = WARM) -> RealStep:
     """The step that optimizer `kind` takes from `state` (after `warm` steps of its own, unless it is the run's)."""
     if kind == "own":
-        runner = Runner(course, state)
+        runner = runner_of(course, state)
         before, number = double(runner.model), runner.step
         runner.advance()
-        return RealStep(kind, number, before, step_of(before, runner.model), mean_loss(course, number))
-    runner = Runner(course, state)
+        return RealStep(kind, number, before, step_of(before, runner.model), runner.loss(number))
+    runner = runner_of(course, state)
     rate = float(runner.optimizer.param_groups[0]["lr"])
     optimizers = _optimizers(course, state, runner.model, kind, rate)
     last = min(runner.step + warm, course.recipe.steps - 1)
@@ -49,11 +49,11 @@ def real_step(course: Course, state: dict[str, Any], kind: Kind = "own", warm: i
     for number in range(runner.step, last + 1):
         before = double(runner.model) if number == last else before
         runner.model.zero_grad(set_to_none=True)
-        mean_loss(course, number)(runner.model).backward()
+        runner.loss(number)(runner.model).backward()
         nn.utils.clip_grad_norm_(runner.model.parameters(), course.recipe.clip)
         for optimizer in optimizers:
             optimizer.step()
-    return RealStep(kind, number, before, step_of(before, runner.model), mean_loss(course, number))
+    return RealStep(kind, number, before, step_of(before, runner.model), runner.loss(number))
 
 
 def _optimizers(course: Course, state: dict[str, Any], model: nn.Module, kind: Kind, rate: float) -> list[Optimizer]:
@@ -63,7 +63,7 @@ def _optimizers(course: Course, state: dict[str, Any], model: nn.Module, kind: K
     if kind == "sgd":
         own = real_step(course, state)
         length = sum(float(part.square().sum()) for part in own.change.values()) ** 0.5
-        mean_loss(course, own.number)(model).backward()
+        own.loss(model).backward()
         slope = float(nn.utils.clip_grad_norm_(parameters, float("inf")))
         return [torch.optim.SGD(parameters, lr=length / min(slope, course.recipe.clip))]
     hidden = [

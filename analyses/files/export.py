@@ -26,6 +26,7 @@ import pyarrow as pa
 from ...hooks.errors import BadInput, BadRequest
 from ...probe.columns import SUMS
 from ...probe.tables import readable
+from ...probe.whole_file import whole_file
 from .table_json import read_json_table, write_json_table
 
 FORMATS = ("parquet", "csv", "json")
@@ -139,31 +140,18 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a file beside `path` to write; a reader of `path` sees what was there before, or all of it.
-
-    Raises:
-        BadInput: when it cannot be written; nothing is left behind.
-    """
-    partial: Path | None = None
+def new_file(path: Path) -> Iterator[Path]:
+    """As `whole_file`; raises `BadInput` when it cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
-        os.close(handle)
-        partial = Path(name)
-        partial.chmod(0o644)
-        yield partial
-        os.replace(partial, path)
+        with whole_file(path) as partial:
+            yield partial
     except OSError as error:
         raise BadInput(f"{str(path)!r} could not be written ({error.strerror or error}).") from error
-    finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
 
 
 def write_text(text: str, path: Path) -> None:
-    """A UTF-8 file, whole or not at all; raises `BadInput` as `whole_file`."""
-    with whole_file(path) as partial:
+    """A UTF-8 file, whole or not at all; raises `BadInput` as `new_file`."""
+    with new_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -171,10 +159,10 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     """One frame as .csv, .parquet or .json by its ending, whole or not at all.
 
     Raises:
-        BadRequest: for another ending, and for broken UTF-8 in anything but JSON. BadInput: as `whole_file`.
+        BadRequest: for another ending, and for broken UTF-8 in anything but JSON. BadInput: as `new_file`.
     """
     check_table(path)
-    with whole_file(path) as partial:
+    with new_file(path) as partial:
         _WRITE[path.suffix](table, partial)
 
 

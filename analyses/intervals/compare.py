@@ -11,7 +11,8 @@ Shapes: N sequences, H heads, C sums, R draws.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from ...hooks.errors import BadInput
 from ...probe.columns import SUMS, columns, columns_of
-from ..runs.stored import Stored
 
 DRAWS = 999
 LEVEL = 0.95
@@ -27,6 +27,19 @@ BLOCK = 2**24  # sums of draws that are held at once
 FEWEST = 6  # pairs: below, even all signs alike are no rarer than 1 in 32
 _KEYS = ["module", "use", "head", "label"]
 Array = NDArray[np.float64]
+
+
+class Recorded(Protocol):
+    """What is compared: a run with its record and its sums per sequence."""
+
+    @property
+    def record(self) -> dict[str, Any]: ...
+
+    @property
+    def sequences(self) -> pd.DataFrame: ...
+
+    @property
+    def folder(self) -> Path | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +67,7 @@ class Comparison:
         return f"{len(shown)} heads changed (all heads and columns at once, 95 %, {self.sequences} sequences): {names}."
 
 
-def comparable(first: Stored, second: Stored) -> None:
+def comparable(first: Recorded, second: Recorded) -> None:
     """Refuse runs whose numbers do not mean the same.
 
     Raises:
@@ -84,7 +97,7 @@ def comparable(first: Stored, second: Stored) -> None:
         raise BadInput(f"Only one of the runs has the head {odd[3]} ({odd[0]}); compare runs of the same architecture.")
 
 
-def compare(first: Stored, second: Stored, *, draws: int = DRAWS, seed: int = 0) -> Comparison:
+def compare(first: Recorded, second: Recorded, *, draws: int = DRAWS, seed: int = 0) -> Comparison:
     """Two runs of the same texts, sequence by sequence.
 
     Raises:
@@ -95,7 +108,7 @@ def compare(first: Stored, second: Stored, *, draws: int = DRAWS, seed: int = 0)
     return _compared(heads, *sides, paired=True, draws=draws, seed=seed)
 
 
-def halves(run: Stored, *, draws: int = DRAWS, seed: int = 0) -> Comparison:
+def halves(run: Recorded, *, draws: int = DRAWS, seed: int = 0) -> Comparison:
     """The null: one half of a run's sequences against the other; a head named here is a false one.
 
     Raises:

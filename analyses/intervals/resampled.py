@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...probe import bootstrap
 from ...probe.columns import SUMS, columns, columns_of
+from ...probe.state import without_head
 from .paired import quantile
 
 FEWEST = 12  # sequences: with fewer, a bootstrap over them is too narrow to single anything out
@@ -151,7 +152,7 @@ def resampled(sequences: pd.DataFrame) -> Resampled | None:
     picks = np.arange(len(names)) % 2 == 0
     halves = [_sample(sums, weights, chosen) for chosen in (np.ones_like(picks), picks, ~picks)]
     # stacks and cross attention count their layers each for itself
-    places = [str(name).rsplit("H", 1)[0].rstrip(".") for name in heads["label"]]
+    places = [without_head(str(row.label), int(row.head), int(row.use)) for row in heads.itertuples()]
     layers = [place.removeprefix("L") if place[1:].isdecimal() else place for place in places]
     return Resampled(heads["label"].astype(str).tolist(), layers, *halves)
 

@@ -124,8 +124,7 @@ def _names(receiver: _Gradients, step: Step) -> list[tuple[Key, int, str]]:
         gradient = receiver.value_gradient[key] if step == "values" else receiver.score_gradient[key]
         shared = step == "values" and gradient.shape[1] < receiver.score_gradient[key].shape[1]
         for head in range(gradient.shape[1]):
-            name = label(key, head)
-            found.append((key, head, name.replace("H", "KV") if shared else name))
+            found.append((key, head, label(key, head, letter="KV" if shared else "H")))
     return found
 
 

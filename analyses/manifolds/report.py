@@ -165,7 +165,7 @@ def pretrained_report(
         seen = collect(network, prompts.batches(), where)
         rows[who] = {}
         for site, part in seen.by(by).items():
-            if layers is not None and by != "model" and not any(_in_layer(site, layer) for layer in layers):
+            if layers is not None and by != "model" and seen.layer_of(site) not in layers:
                 continue
             vectors, keep, note = residualised(part[:, 0], prompts.last)
             zeros = np.zeros(len(vectors), dtype=np.int64)
@@ -181,7 +181,3 @@ def pretrained_report(
     return _report(
         own, rows, name=name, where=where, correlation=correlation, draws=draws, record=record, progress=progress
     )
-
-
-def _in_layer(site: str, layer: int) -> bool:
-    return site.rsplit("L", 1)[1].split("KV")[0].split("H")[0].split("u")[0].strip() == str(layer)

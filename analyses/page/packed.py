@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ...probe.columns import COLUMNS, columns_of
+from ...probe.state import without_head
 from ..files.export import jsonable
 from ..runs.maps import HeadMap, Maps
 from .courses import curve_lines, history_lines, short
@@ -111,10 +112,11 @@ def _lines(heads: pd.DataFrame) -> tuple[list[int], list[str]]:
     numbers: dict[tuple[str, int], int] = {}
     names: list[str] = []
     own: list[int] = []
-    for label, module, use in zip(heads["label"].astype(str), heads["module"].astype(str), heads["use"], strict=True):
+    identity = (heads["label"].astype(str), heads["module"].astype(str), heads["use"], heads["head"])
+    for label, module, use, head in zip(*identity, strict=True):
         if (module, int(use)) not in numbers:
             numbers[module, int(use)] = len(names)
-            names.append(label.rsplit("H", 1)[0].rstrip("."))
+            names.append(without_head(label, int(head), int(use)))
         own.append(numbers[module, int(use)])
     return own, names
 

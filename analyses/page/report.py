@@ -17,10 +17,10 @@ from ...hooks.errors import BadRequest
 from ...probe.watch import Watch
 from ..files.export import write_text
 from ..intervals.resampled import resampled
-from ..runs.analyze import Run
+from ..runs.run import Run
 from ..runs.stored import open_run
 from ..runs.training_runs import of_folder, of_watch
-from . import packed as page
+from . import packed
 from .sentences import captured, sentences
 
 LIMIT, SPARE = 5_000_000, 120_000  # bytes of a page, and those of its style, script and words
@@ -62,7 +62,7 @@ def left_out(run: Run, data: dict[str, Any]) -> str:
         )
     if len(run.edges):
         kept = int(run.edges["rank"].max())
-        said.append(f"{kept} pairs per head and direction were kept, {page.LISTED} are listed.")
+        said.append(f"{kept} pairs per head and direction were kept, {packed.LISTED} are listed.")
     if data["history"]:
         steps, heads = data["history"]["of"]
         shown = len(data["history"]["steps"]), len(data["history"]["heads"])
@@ -100,7 +100,7 @@ def html(run: Run) -> str:
     resolved = None if found is None else found.singled_out("routing_pressure")[0]
     library = plotly() if cloud is not None and not cloud.empty else ""
     room = LIMIT - len(library) - SPARE
-    data = page.data_of(run.heads, run.edges, run.maps, tokens_of(run), resolved, run.more, room)
+    data = packed.data_of(run.heads, run.edges, run.maps, tokens_of(run), resolved, run.more, room)
     apart = ("versions", "texts", "not_captured", "columns_of")
     flat = {**{name: value for name, value in record.items() if name not in apart}, **record.get("versions", {})}
     if "texts" in record:
@@ -146,8 +146,7 @@ def run_of(source: Run | Watch | str | os.PathLike[str]) -> Run:
     found = of_folder(folder) if folder.is_dir() else None
     if found is not None:
         return found
-    run = open_run(folder)
-    return Run(run.heads, run.tokens, run.edges, run.updates, run.sequences, run.record, run.maps, run.more)
+    return open_run(folder)
 
 
 def write_report(source: Run | Watch | str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from ...probe import bootstrap
 from ..intervals.resampled import FEWEST, LEVEL, Resampled, Sample, quiet
-from . import training_sentences as training
+from . import training_sentences
 
 NAMED, HEADS = 3, 5  # modules that are named for each reason why they were not captured, and heads that are named
 NOTHING = "nothing farther than random directions would"
@@ -217,11 +217,11 @@ def sentences(
             writes(found, edges, more.get("vocabulary")),
         ]
     told = [
-        training.observed(record, history),
+        training_sentences.observed(record, history),
         believed(record, history, "rows (a head at a step)"),
-        training.moved(history, len(record.get("seeds", [0]))) if found is None else where(found),
-        training.balance(history) if found is None else routing_or_content(found),
-        training.unwritten() if edges.empty else writes(found, edges, more.get("vocabulary")),
+        training_sentences.moved(history, len(record.get("seeds", [0]))) if found is None else where(found),
+        training_sentences.balance(history) if found is None else routing_or_content(found),
+        training_sentences.unwritten() if edges.empty else writes(found, edges, more.get("vocabulary")),
     ]
     # what `dynamics` says of the order of frame and precision, under its own guard
     return [*told, f"Frame or precision first: {record['wording']}"] if record.get("wording") else told

@@ -21,7 +21,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from ...hooks.errors import BadRequest
-from ..files.export import whole_file, write_table, write_text
+from ..files.export import new_file, write_table, write_text
 from ..intervals.paired import quantile
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def save(
     with style():
         for kind in formats:
             target = stem.with_name(f"{stem.name}.{kind}")
-            with whole_file(target) as partial:
+            with new_file(target) as partial:
                 undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": None}[kind]
                 figure.savefig(partial, format=kind, dpi=DPI, metadata=undated)
             written.append(target)

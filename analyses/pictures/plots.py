@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from ...hooks.errors import BadRequest
 from ...probe.columns import COLUMNS, with_unit
+from ...probe.state import without_head
 from .figures import COLOURS, COLUMN, DIVERGING, PAGE, SEQUENTIAL, axes, limit, needs, style, thinned, token
 from .plots_learning import arms, by_part, over_steps, paths, trajectories, two_timescales
 
@@ -98,8 +99,8 @@ def layer_head(
 
 
 def _row_label(heads: pd.DataFrame, module: str, use: int) -> str:
-    first = heads[(heads["module"].astype(str) == module) & (heads["use"] == use)]["label"].astype(str).iloc[0]
-    return first.rsplit("H", 1)[0].rstrip(".")
+    first = heads[(heads["module"].astype(str) == module) & (heads["use"] == use)].iloc[0]
+    return without_head(str(first["label"]), int(first["head"]), use)
 
 
 def head_map(

@@ -231,7 +231,7 @@ def _figures(model: nn.Module, prompts: Prompts) -> dict[str, float]:
     seen = collect(model, prompts.batches(), attention=True)
     rows, _ = _rows(seen, prompts)
     one, two, ratio = shares(rows.vectors, True)
-    columns = {name: off_diagonal(cosines(part)) for name, (part, _) in head_columns(model).items()}
+    columns = {name: off_diagonal(cosines(part)) for name, (_, part, _) in head_columns(model).items()}
     entropies = [float(part[:, 0].mean()) for part in seen.attention_entropy.values()]
     return {
         "PC1 share": one,

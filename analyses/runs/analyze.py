@@ -9,19 +9,16 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ... import __version__
 from ...hooks.errors import BadInput, NoGradientReached
-from ...probe import notebook
 from ...probe.tables import CAPTURED
 from ...probe.watch import Watch, watch
 from ..inputs.corpus import Batch, Window, batches, context_of, encode, start_token, windows
@@ -29,6 +26,7 @@ from ..inputs.objective import NEXT_TOKEN, Objective
 from ..weights.attribution import attributed
 from .extras import extras
 from .maps import Maps, Place, maps
+from .run import Run
 from .stored import FORMAT
 
 WINDOW = 256  # tokens in a window unless asked otherwise: enough sequences for an interval, from a page of text
@@ -37,36 +35,6 @@ FINE_HEADS = 4  # heads that are mapped in finer cells
 MANIFOLDS = 6  # heads whose values the page draws: the strongest of a layer each
 
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One analysis: its frames, its record, maps of one window, and frames that not every run has (`more`)."""
-
-    heads: pd.DataFrame
-    tokens: pd.DataFrame
-    edges: pd.DataFrame
-    updates: pd.DataFrame
-    sequences: pd.DataFrame
-    record: dict[str, Any] = field(default_factory=dict)
-    maps: Maps = field(default_factory=Maps)
-    more: dict[str, pd.DataFrame] = field(default_factory=dict)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: what was measured, and the strongest heads."""
-        names = ("targets", "windows", "loss", "loss_unit", "dtype", "attention_implementation")
-        facts = {name: self.record[name] for name in names if name in self.record}
-        return notebook.block(f"Run on {self.record.get('model')}", facts, notebook.strongest(self.heads))
-
-    @property
-    def frames(self) -> dict[str, pd.DataFrame]:
-        return {
-            "heads": self.heads,
-            "tokens": self.tokens,
-            "edges": self.edges,
-            "updates": self.updates,
-            "sequences": self.sequences,
-        }
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

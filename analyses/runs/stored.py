@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 
 from ...hooks.errors import BadInput
 from .maps import Maps
+from .run import Run
 
 FORMAT = 2
 FRAMES = ("heads", "tokens", "edges", "updates", "sequences")
@@ -31,22 +30,7 @@ _NEEDED = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A run folder: its record and its frames, each as it was written."""
-
-    folder: Path
-    record: dict[str, Any]
-    heads: pd.DataFrame
-    tokens: pd.DataFrame
-    edges: pd.DataFrame
-    updates: pd.DataFrame
-    sequences: pd.DataFrame
-    maps: Maps
-    more: dict[str, pd.DataFrame]
-
-
-def open_run(folder: str | Path) -> Stored:
+def open_run(folder: str | Path) -> Run:
     """Read a folder that `analyze` wrote.
 
     Raises:
@@ -75,7 +59,7 @@ def open_run(folder: str | Path) -> Stored:
         )
     frames = {name: _table(path, name) for name in FRAMES}
     more = {name: _table(path, name) for name in MORE if (path / f"{name}.parquet").exists()}
-    return Stored(path, record, **frames, maps=Maps.load(path / "maps.safetensors"), more=more)
+    return Run(**frames, record=record, maps=Maps.load(path / "maps.safetensors"), more=more, folder=path)
 
 
 def _table(folder: Path, name: str) -> pd.DataFrame:

@@ -17,8 +17,9 @@ from ...probe.history import read_history
 from ...probe.tables import HISTORY as HISTORY_COLUMNS
 from ...probe.tables import joined
 from ...probe.watch import Watch
-from ..wind_tunnels.training.checkpoints import CARD, HISTORY
-from .analyze import Run, recorded
+from ..files.names import CARD, HISTORY
+from .analyze import recorded
+from .run import Run
 
 NOTHING = pd.DataFrame()
 _NEEDED = {
@@ -46,14 +47,14 @@ def of_watch(watch: Watch) -> Run:
         )
     history = history[history["backward"] == 0]  # the heads table is of the first gradient, too
     several = history["step"].nunique() > 1
-    detailed = watch.detail == "edges"
+    detailed = watch.options.detail == "edges"
     record = {**recorded(watch), **_steps(history)}
     return Run(
         watch.heads(intervals=True),
-        watch.tokens() if watch.detail != "heads" else NOTHING,
-        watch.edges(watch.capacity) if detailed else NOTHING,
+        watch.tokens() if watch.options.detail != "heads" else NOTHING,
+        watch.edges(watch.options.edges) if detailed else NOTHING,
         watch.updates(),
-        watch.sequences() if watch.singly else NOTHING,
+        watch.sequences() if watch.options.singly else NOTHING,
         record | ({"columns_of": "all observed steps together"} if several else {}),
         more={"history": history},
     )

@@ -9,7 +9,7 @@ Shapes: n sequences, P kept positions, H query heads, K key/value heads, W width
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -24,7 +24,7 @@ from ...hooks.call import AttentionCall
 from ...hooks.errors import BadRequest, NoAttentionSeen
 from ...probe.law.blocks import vectors as blockwise_vectors
 from ...probe.law.definition import law
-from ...probe.state import Key, label, shared_modules
+from ...probe.state import Key, label, module_label, shared_modules
 from ..inputs.corpus import Batch
 
 Array = NDArray[np.float64]
@@ -46,6 +46,7 @@ class Collected:
         attention_entropy: per layer (n,P,H), nats: −Σ_j α ln α of the kept query rows.
         entropy (n,P): the model's own predictive entropy at the kept positions, bits.
         visible: per layer the mean number of keys that the kept rows can see.
+        numbers: per layer its number in the stack.
     """
 
     vectors: dict[str, Array]
@@ -53,6 +54,12 @@ class Collected:
     attention_entropy: dict[str, Array]
     entropy: Array
     visible: dict[str, float]
+    numbers: dict[str, int]
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of the layer that `by` calls by this name, or whose head it is; None for the model as a whole."""
+        known = {head: layer for layer, heads in self.names.items() for head in heads}
+        return self.numbers.get(known.get(name, name))
 
     def by(self, by: By) -> dict[str, Array]:
         """The vectors (n,P,·) of every head, of every layer (heads side by side), or of the model (layers as well)."""
@@ -194,11 +201,12 @@ def collect(
                 progress(done, total, where)
     seen = behind.found if behind is not None else reader.found
     same = shared_modules({**seen, **reader.entropies})
-    layers = {key: _layer(key, same) for key in (*seen, *reader.entropies)}
+    layers = {key: module_label(key, same) for key in (*seen, *reader.entropies)}
     names: dict[str, tuple[str, ...]]
     if where == "residual":
         vectors = {f"L{layer}": np.concatenate(parts) for layer, parts in enumerate(zip(*streams))}
         names = {layer: (f"{layer} residual",) for layer in vectors}
+        numbers = {layer: place for place, layer in enumerate(vectors)}
     else:
         if not seen:
             raise NoAttentionSeen(f"{type(model).__name__} made no attention call that the probe can read.")
@@ -207,22 +215,17 @@ def collect(
         names = {}
         for key, rows in _in_order(seen):
             letter = "KV" if grouped and _is_shared(model, key, rows) else "H"
-            start, end = label(key, 0, same).rsplit("H0", 1)
-            names[layers[key]] = tuple(f"{start}{letter}{head}{end}" for head in range(vectors[layers[key]].shape[2]))
+            count = vectors[layers[key]].shape[2]
+            names[layers[key]] = tuple(label(key, head, same, letter) for head in range(count))
+        numbers = {layers[key]: key.site.layer for key in seen}
     attended = {layers[key]: np.concatenate(parts) for key, parts in _in_order(reader.entropies)}
     visible = {layers[key]: float(np.mean(parts)) for key, parts in _in_order(reader.visible)}
-    return Collected(vectors, names, attended, np.concatenate(entropies), visible)
+    return Collected(vectors, names, attended, np.concatenate(entropies), visible, numbers)
 
 
 def _in_order(found: dict[Key, Any]) -> list[tuple[Key, Any]]:
     """By stack and layer number: names would put layer 10 before layer 2."""
     return sorted(found.items(), key=lambda item: (item[0].site.stack, item[0].site.layer, item[0]))
-
-
-def _layer(key: Key, shared: Collection[str]) -> str:
-    """The name of a head without the head."""
-    start, end = label(key, 0, shared).rsplit("H0", 1)
-    return start.rstrip(".") + end
 
 
 def _is_shared(model: nn.Module, key: Key, rows: list[Array]) -> bool:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ...probe.state import Key, label
 from ..intervals.nulls import DRAWS, bound, half_samples
 from .projections import key_maps
 
@@ -42,8 +43,8 @@ def gaussian(width: int) -> float:
     return math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2)) / math.sqrt(math.pi)
 
 
-def head_columns(model: nn.Module) -> dict[str, tuple[Array, bool]]:
-    """Per key/value head the columns (M,D) of W_K, float64, and whether a norm or factor follows.
+def head_columns(model: nn.Module) -> dict[str, tuple[int, Array, bool]]:
+    """Per key/value head its layer, the columns (M,D) of W_K, float64, and whether a norm or factor follows.
 
     Raises:
         UnsupportedFamily: where W_K cannot be told apart.
@@ -53,9 +54,8 @@ def head_columns(model: nn.Module) -> dict[str, tuple[Array, bool]]:
     for entry in key_maps(model):
         kind = "KV" if isinstance(heads, int) and entry.weight.shape[0] < heads else "H"
         for head, weight in enumerate(entry.weight):
-            stack = f"{entry.site.stack}." if entry.site.stack else ""
-            name = f"{stack}L{entry.site.layer}{kind}{head}"
-            found[name] = (weight.double().cpu().numpy().T, entry.normalised)
+            columns = weight.double().cpu().numpy().T
+            found[label(Key(entry.site, 0), head, letter=kind)] = (entry.site.layer, columns, entry.normalised)
     return found
 
 
@@ -78,7 +78,7 @@ def orthogonality(model: nn.Module, initial: nn.Module, *, draws: int = DRAWS, s
     generator = np.random.default_rng(seed)
     started = head_columns(initial)
     rows = []
-    for name, (columns, normalised) in head_columns(model).items():
+    for name, (layer, columns, normalised) in head_columns(model).items():
         square = cosines(columns)
         value = off_diagonal(square)
 
@@ -94,7 +94,7 @@ def orthogonality(model: nn.Module, initial: nn.Module, *, draws: int = DRAWS, s
         )
         rows.append(
             {
-                "layer": int(name.rsplit("L", 1)[1].split("KV")[0].split("H")[0]),
+                "layer": layer,
                 "head": name,
                 "orthogonality": value,
                 "low": low,
@@ -103,7 +103,7 @@ def orthogonality(model: nn.Module, initial: nn.Module, *, draws: int = DRAWS, s
                 "shuffled": float(null.mean()),
                 "shuffled_edge": float(np.quantile(null, 0.025)),
                 "p": bound(value, null, "small"),
-                "initial": off_diagonal(cosines(started[name][0])),
+                "initial": off_diagonal(cosines(started[name][1])),
                 "columns": columns.shape[1],
                 "stream": columns.shape[0],
                 "normalised": normalised,

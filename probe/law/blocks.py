@@ -20,8 +20,7 @@ from ...hooks.call import AttentionCall
 from ...hooks.errors import BadRequest, UnsupportedKernel
 from ...hooks.visibility import HIDDEN
 from ..edges import Edges, join, of_block, strongest
-from . import compiled_block as inductor
-from . import triton_block as registers
+from . import compiled_block, triton_block
 from .row_sums import ROWS, table
 from .vectors import Vectors
 
@@ -71,15 +70,15 @@ def vectors(
         edges: how many of the strongest score gradients of either direction to keep per batch row and head.
         tokens: also what only token rows show, `spread`; without it that is 0.
         gradients: also ∂L/∂q and ∂L/∂k, for calls whose every row counts and that have no cap.
-        compiled: what lies between the products by `inductor.py`, on the CPU, where the call is of the kind that it knows.
+        compiled: what lies between the products by `compiled_block.py`, on the CPU, where it knows the kind of call.
         entries: upper bound on the scores that are held at once.
 
     Raises:
         BadRequest: for a block size that is not positive. UnsupportedKernel: for dtypes without a gradient.
     """
     compute_dtype(call)  # refuses what has no gradient
-    if not edges and not gradients and entries == BLOCK_ENTRIES and registers.usable(call):
-        return registers.vectors(call, tokens=tokens)
+    if not edges and not gradients and entries == BLOCK_ENTRIES and triton_block.usable(call):
+        return triton_block.vectors(call, tokens=tokens)
     work = _Pass(call, edges, tokens, gradients, compiled)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
@@ -95,9 +94,35 @@ def vectors(
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
-    """What lies between the products of a block: α and w (b,h,r,s); D where it is wanted again; [u, ‖u‖, 1 if live]
-    (b,h,r,V+2); the table of its rows (ROWS,b,h,r); where alignment is known (b,h,r); edges where they are kept.
+class Block:
+    """What the mathematics of a block takes, between its first product and its last.
+
+    Attributes:
+        place: the rows (b,h,r) of the call. score (b,h,r,s): capped and biased, to be overwritten; hidden keys are in it.
+        visible: who sees whom among the keys from column `edge` on, (…,r,s − edge); None: everything.
+        edge: every row sees the keys before this column.
+        upstream, output (b,h,r,V): 0 in rows that do not count. values (b,h,s,V).
+        low: position of the first key.
+    """
+
+    place: tuple[slice, slice, slice]
+    score: Tensor
+    visible: Tensor | None
+    edge: int
+    upstream: Tensor
+    output: Tensor
+    values: Tensor
+    low: int
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSums:
+    """What the mathematics of a block gives.
+
+    Attributes:
+        attention, weights (b,h,r,s): α and w. score_gradient (b,h,r,s): D, where it is wanted again.
+        users (b,h,r,V+2): [u, ‖u‖, 1 if the row counts]. rows (ROWS,b,h,r). aligned (b,h,r): where alignment is known.
+        edges: where they are kept.
     """
 
     attention: Tensor
@@ -208,8 +233,8 @@ class _Pass:
             score.mul_(call.scale / call.softcap).tanh_().mul_(call.softcap)
         if bias is not None:
             score[..., edge:] += bias.to(self.dtype)
-        find = self.swept_block if self.swept else self.passed_block
-        found = find(place, score, visible, edge, upstream, output, values, low)
+        block = Block(place, score, visible, edge, upstream, output, values, low)
+        found = self.swept_block(block) if self.swept else self.passed_block(block)
         self.rows[:, *place], self.aligned[place] = found.rows, found.aligned
 
         if self.query_gradient is not None and self.key_gradient is not None:
@@ -235,57 +260,40 @@ class _Pass:
         seen = self.seen[batch, heads if self.seen.shape[1] > 1 else slice(None), span]
         return seen.clamp(min=1).to(self.dtype)
 
-    def swept_block(
-        self,
-        place: tuple[slice, slice, slice],
-        score: Tensor,
-        visible: Tensor | None,
-        edge: int,
-        upstream: Tensor,
-        output: Tensor,
-        values: Tensor,
-        low: int,
-    ) -> _Found:
+    def swept_block(self, block: Block) -> BlockSums:
         """What lies between the products, compiled: for calls without sinks, dropped weights and edges."""
+        place, score, visible = block.place, block.score, block.visible
         if visible is None:  # order and window decide, if anything does
             structure, (rows, keys) = self.call.visibility.structure, score.shape[2:]
-            start = place[2].start + structure.offset - low
-            shown = inductor.window(structure, start, rows, keys, self.queries, self.keys, self.dtype)
+            start = place[2].start + structure.offset - block.low
+            shown = compiled_block.window(structure, start, rows, keys, self.queries, self.keys, self.dtype)
         else:
             alike = visible.shape[0] == visible.shape[1] == 1
             shown = (visible[0, 0] if alike else visible.expand(score.shape).flatten(0, 1)).to(self.dtype)
             shown = shown.expand(*shown.shape[:-2], *score.shape[2:])
         gradient = self.query_gradient is not None
-        found = inductor.compiled(self.dtype, shown.dim() == 2, gradient)(
+        found = compiled_block.compiled(self.dtype, shown.dim() == 2, gradient)(
             score.flatten(0, 1),
-            torch.matmul(upstream, values.mT).flatten(0, 1),
+            torch.matmul(block.upstream, block.values.mT).flatten(0, 1),
             shown.contiguous(),
-            upstream.flatten(0, 1).contiguous(),
-            output.flatten(0, 1).contiguous(),
+            block.upstream.flatten(0, 1).contiguous(),
+            block.output.flatten(0, 1).contiguous(),
             self.usable[place].flatten(0, 1).contiguous(),
             self.n(place).expand(score.shape[:3]).flatten(0, 1).contiguous(),
         )
         parts = [part.unflatten(0, score.shape[:2]) for part in found[:-2]]
         table_, aligned = found[-2].unflatten(1, score.shape[:2]), found[-1].unflatten(0, score.shape[:2])
-        return _Found(parts[0], parts[0], parts[1] if gradient else None, parts[-1], table_, aligned)
+        return BlockSums(parts[0], parts[0], parts[1] if gradient else None, parts[-1], table_, aligned)
 
-    def passed_block(
-        self,
-        place: tuple[slice, slice, slice],
-        score: Tensor,
-        visible: Tensor | None,
-        edge: int,
-        upstream: Tensor,
-        output: Tensor,
-        values: Tensor,
-        low: int,
-    ) -> _Found:
+    def passed_block(self, block: Block) -> BlockSums:
         """What lies between the products, pass by pass, for every call.
 
         Every pass over the (b,h,r,s) entries counts: `score` and `buffer` are reused, and a sum that follows from others
         is not taken again.
         """
-        call, (_, heads, span) = self.call, place
+        call, place, score, visible, edge = self.call, block.place, block.score, block.visible, block.edge
+        _, heads, span = place
+        upstream, low = block.upstream, block.low
         live, n = self.usable[place], self.n(place)
         hidden = None if visible is None else ~visible
         shown = None if visible is None else visible.to(self.dtype)  # multiplying is cheaper than filling
@@ -307,8 +315,8 @@ class _Pass:
         entropy = normaliser * mass - buffer.sum(-1)
 
         # b and its mean E under α; E is u·o where that is precise, and then D shows how well it is
-        compatibility = torch.matmul(upstream, values.mT, out=score)
-        received = (upstream * output).sum(-1)
+        compatibility = torch.matmul(upstream, block.values.mT, out=score)
+        received = (upstream * block.output).sum(-1)
         weights, reached = attention, received
         if self.precise:
             expected = received
@@ -371,7 +379,7 @@ class _Pass:
         )
         users = torch.cat([upstream, norm[..., None], live[..., None].to(self.dtype)], -1)
         rows = rows if self.all_live else torch.where(live, rows, 0.0)
-        return _Found(attention, weights, score_gradient, users, rows, aligned, edges)
+        return BlockSums(attention, weights, score_gradient, users, rows, aligned, edges)
 
     def finish(self, edges: tuple[Edges, Edges] | None) -> Vectors:
         call, device = self.call, self.call.query.device

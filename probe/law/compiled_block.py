@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from ...hooks.errors import BadRequest
 from ...hooks.visibility import Structure
-from . import row_sums as rows
-from . import sweep, vectors
+from . import row_sums, sweep, vectors
 from .cache import cache_folder
 
 # the number of threads is torch's at the time of the call; nothing is written between the sweeps to be read again
@@ -108,7 +107,7 @@ def _whole(path: Path) -> bool:
 
 def _digest(variant: str) -> str:
     """What the compiled code depends on."""
-    sources = "".join(inspect.getsource(module) for module in (sweep, rows, vectors, sys.modules[__name__]))
+    sources = "".join(inspect.getsource(module) for module in (sweep, row_sums, vectors, sys.modules[__name__]))
     machine = (
         torch.__version__,
         sorted(_SETTINGS.items()),

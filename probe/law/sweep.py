@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...hooks.visibility import HIDDEN
-from . import row_sums as rows
+from . import row_sums
 
 # α (n,r,s), D or nothing, [u, ‖u‖, live] (n,r,V+2), rows (12,n,r), aligned (n,r)
 Found = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
@@ -46,7 +46,7 @@ def sweep(
     score_gradient = attention * less
     norm = torch.linalg.vector_norm(upstream, dim=-1)
     one = torch.ones_like(norm)
-    found, aligned = rows.table(
+    found, aligned = row_sums.table(
         live=live,
         n=n,
         mass=one,

@@ -18,14 +18,14 @@ def usable(call: AttentionCall) -> bool:
     """True where Triton is installed, the call lies on a GPU and is of the kind that the kernels know."""
     if not call.query.is_cuda or importlib.util.find_spec("triton") is None:
         return False
-    from . import triton_kernels as kernels
+    from . import triton_kernels
 
-    return kernels.fits(call)
+    return triton_kernels.fits(call)
 
 
 def vectors(call: AttentionCall, *, tokens: bool = True) -> Vectors:
     """Both laws for every query row and key, as `blockwise.vectors` without edges."""
-    from . import triton_kernels as kernels
+    from . import triton_kernels
 
     batch, heads, queries, _ = call.query.shape
     device = call.query.device
@@ -33,7 +33,7 @@ def vectors(call: AttentionCall, *, tokens: bool = True) -> Vectors:
     seen, uniform = call.visibility.counts(batch, counted)
     live = counted & (seen[:, 0] > 0)
     usable = live[:, None].expand(batch, heads, queries)
-    rows, by_key = kernels.sums(call, live, seen[0, 0])
+    rows, by_key = triton_kernels.sums(call, live, seen[0, 0])
     upstream = torch.where(usable[..., None], call.upstream.float(), 0.0)
     received = (upstream * torch.where(usable[..., None], call.output.float(), 0.0)).sum(-1)
     n = seen.clamp(min=1).float()

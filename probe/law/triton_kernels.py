@@ -2,7 +2,7 @@
 
 Two kernels, as in a flash backward. One takes a block of queries past the keys twice: first for the normaliser and E, then,
 with both known, for everything that a row has. The other takes a block of keys past the queries for usage and value
-gradients. Nothing of size Q × S is written. Sums are float32 whatever the inputs; `blockwise.py` is the definition.
+gradients. Nothing of size Q × S is written. Sums are float32 whatever the inputs; `blocks.py` is the definition.
 
 Shapes: B batch, H query heads, K key/value heads, Q query positions, S key positions, D head width, V value width.
 """
@@ -36,10 +36,9 @@ QUERIES, KEYS = 64, 64  # a block; 32 where heads are wide, so that its parts fi
 def fits(call: AttentionCall) -> bool:
     """True for the calls that the kernels know: causal or whole, with or without a window, plain softmax."""
     visibility = call.visibility
-    plain = call.weights is None and call.sinks is None and call.softcap is None
     unmasked = visibility.mask is None and visibility.bias is None and not visibility.added
     narrow = max(call.query.shape[-1], call.value.shape[-1]) <= 256
-    return plain and unmasked and narrow and call.query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return call.plain and unmasked and narrow and call.query.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from advantage_probe.analyses.page.report import LIMIT, html
-from advantage_probe.analyses.runs.analyze import Run
 from advantage_probe.analyses.runs.maps import FINE, POOLED, HeadMap, Maps
+from advantage_probe.analyses.runs.run import Run
 from advantage_probe.probe.columns import SUMS, columns_of
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

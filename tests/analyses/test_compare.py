@@ -13,7 +13,8 @@ import pytest
 from advantage_probe.analyses.intervals import compare as compare_module
 from advantage_probe.analyses.intervals.compare import FEWEST, compare, halves
 from advantage_probe.analyses.runs.maps import Maps
-from advantage_probe.analyses.runs.stored import FORMAT, FRAMES, Stored, open_run
+from advantage_probe.analyses.runs.run import Run
+from advantage_probe.analyses.runs.stored import FORMAT, FRAMES, open_run
 from advantage_probe.hooks.errors import BadInput
 from advantage_probe.probe.columns import INDEX, SUMS, columns, columns_of
 
@@ -40,7 +41,7 @@ def drawn(sequences: int, seed: int) -> np.ndarray:
     return sums
 
 
-def stored(sums: np.ndarray, **record) -> Stored:
+def stored(sums: np.ndarray, **record) -> Run:
     count, empty = len(sums), pd.DataFrame()
     rows = pd.DataFrame(sums.reshape(-1, len(SUMS)), columns=list(SUMS))
     keys = {
@@ -50,7 +51,7 @@ def stored(sums: np.ndarray, **record) -> Stored:
         "head": np.tile(np.arange(HEADS), count),
         "label": np.tile([f"L0H{head}" for head in range(HEADS)], count),
     }
-    return Stored(Path("run"), {**RECORD, **record}, empty, empty, empty, empty, rows.assign(**keys), Maps(), {})
+    return Run(empty, empty, empty, empty, rows.assign(**keys), {**RECORD, **record}, Maps(), {}, Path("run"))
 
 
 @pytest.mark.parametrize("sequences", [12, 40])

@@ -109,7 +109,7 @@ def test_a_continuation_with_nothing_frozen_is_the_run_bit_for_bit(folder: Path)
     again = course.continued(run, 20, ()).model.state_dict()
     assert all(torch.equal(again[name], end[name]) for name in end)
     other = course.continued(run, 20, roles.ROUTING).model
-    start = course.Runner(tiny(), course.state(run, 20)).model
+    start = course.runner_of(tiny(), course.state(run, 20)).model
     old = dict(start.named_parameters())
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, old[name]) == ("q_proj" in name or "k_proj" in name)
@@ -221,7 +221,7 @@ def test_the_frame_starts_at_one_and_ends_at_nothing_in_every_cut(examined: list
 
 def test_pressures_are_the_laws_own(examined: list[dynamics.Examined], folder: Path) -> None:
     wanted = tiny()
-    runner = course.Runner(wanted, course.state(folder / "seed-0", 10))
+    runner = course.runner_of(wanted, course.state(folder / "seed-0", 10))
     loss = dynamics.summed(wanted.task, wanted.fixed(16))
     found = attention_calls.heads(attention_calls.double(runner.model), loss)
     table = examined[0].pressures

@@ -167,7 +167,7 @@ def test_long_sequences_are_thinned_to_labels_that_do_not_touch() -> None:
 def test_nothing_of_the_users_matplotlib_changes() -> None:
     code = (
         "import matplotlib as m, pandas as pd, numpy as np; before = m.rcParams.copy()\n"
-        "from advantage_probe.analyses import plots\n"
+        "from advantage_probe.analyses.pictures import plots\n"
         "ax = plots.predicted_actual([1e-3], [1e-3])\n"
         "import sys; print(m.rcParams.copy() == before, 'matplotlib.pyplot' in sys.modules)"
     )

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from advantage_probe.analyses.inputs.corpus import Window
 from advantage_probe.analyses.page.report import html
-from advantage_probe.analyses.runs.analyze import Run, analyze
+from advantage_probe.analyses.runs.analyze import analyze
+from advantage_probe.analyses.runs.run import Run
 from advantage_probe.analyses.vectors.collecting import collect
 
 LENGTH = 10

@@ -145,7 +145,7 @@ def test_repeated_uses_of_a_shared_block_are_rows_of_their_own() -> None:
 
     model = zoo.llama()
     with ap.watch(Twice(model)) as watch:
-        watch._attachment.model(**zoo.batch("llama")).backward()
+        watch._recorder.attachment.model(**zoo.batch("llama")).backward()
     table = watch.heads()
     assert table["use"].unique().tolist() == [0, 1]
     assert len(table) == 16

@@ -10,7 +10,7 @@ import zoo
 from calls import compiler
 
 import advantage_probe as ap
-from advantage_probe.hooks import fused as fused_module
+from advantage_probe.hooks import tap as fused_module
 
 
 def step(model, run, **options) -> tuple[pd.DataFrame, list[torch.Tensor], torch.Tensor]:
@@ -102,7 +102,7 @@ def test_when_the_probe_fails_or_closes_the_kernel_gives_the_gradients(monkeypat
 
     model.zero_grad()
     watch = ap.watch(model, fused=True)
-    monkeypatch.setattr(type(watch), "receive_fused", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(watch._recorder), "receive_fused", lambda *_: 1 / 0)
     run(model).sin().sum().backward()
     check(watch)
     with pytest.raises(ZeroDivisionError):

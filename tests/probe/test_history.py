@@ -42,7 +42,7 @@ def test_the_folder_holds_what_memory_would_and_reads_as_one_table(tmp_path, mon
     assert all(pq.ParquetFile(file).num_row_groups == 1 for file in files)
     whole = pd.read_parquet(tmp_path / "history")
     assert whole["step"].tolist() == kept.history()["step"].tolist()
-    assert not streamed._steps.waiting  # nothing but the pooled sums is kept in memory
+    assert not streamed._recorder.steps.waiting  # nothing but the pooled sums is kept in memory
     for step in (0, 3, 6):
         pd.testing.assert_frame_equal(streamed.heads(step=step), kept.heads(step=step))
     with pytest.raises(ap.BadRequest, match=r"Step 9 was not observed; observed steps: \[0, 1, 2, 3, 4\]…"):

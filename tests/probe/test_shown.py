@@ -20,7 +20,7 @@ def test_a_watch_shows_its_strongest_heads_and_its_state() -> None:
     heads = watch.heads().sort_values("routing_pressure", ascending=False)
     assert page.index(str(heads["label"].iloc[0])) < page.index(str(heads["label"].iloc[1]))
     assert "loss weight: 0.0625" in page
-    watch.refuse(ap.LawViolated("<b>broken</b>"))
+    watch._recorder.refuse(ap.LawViolated("<b>broken</b>"))
     assert "&lt;b&gt;broken&lt;/b&gt;" in watch._repr_html_()
     assert "<b>broken" not in watch._repr_html_()
 

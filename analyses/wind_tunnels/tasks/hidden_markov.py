@@ -7,7 +7,7 @@ Shapes: n episodes, L observations, S states, X symbols.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
@@ -18,9 +18,6 @@ from .filtering import check_reachable, check_rows, draw, forward_symbols, margi
 from .protocol import Beliefs, Episodes
 from .registry import register
 from .tokens import check_symbols
-
-if TYPE_CHECKING:
-    from .fresh_hidden_markov import FreshHiddenMarkov
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,6 @@ class HiddenMarkov:
         check_reachable(initial, transition)
         for name, value in (("initial", initial), ("transition", transition), ("emission", emission)):
             object.__setattr__(self, name, value)
-
-    @staticmethod
-    def fresh(states: int = 3, symbols: int = 3, **choices) -> "FreshHiddenMarkov":
-        """Fresh matrices for every sequence, announced in a header; `choices` are the fields of `FreshHiddenMarkov`."""
-        from .fresh_hidden_markov import FreshHiddenMarkov
-
-        return FreshHiddenMarkov(states, symbols, **choices)
 
     @property
     def vocabulary(self) -> tuple[str, ...]:

@@ -1,12 +1,11 @@
 """Files of a run, written so that a kill at any moment leaves the previous or the next one whole, never a torn one.
 
-A run's folder holds `run.pt` (weights, optimiser, step, curve: what resuming needs) and, once finished,
+A run's folder holds `run.pt` (weights, optimizer, step, curve: what resuming needs) and, once finished,
 `model.safetensors` with `card.json` beside it (what reading needs: tunnel, recipe, shape, command and log figures).
 """
 
 import io
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -17,29 +16,25 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from ....probe.whole_file import whole_file
+from ...files.names import CARD, HISTORY
 from ..errors import UnusableCheckpoint
 
-RUN, WEIGHTS, CARD = "run.pt", "model.safetensors", "card.json"
-HISTORY = "history"  # the folder in a run's folder that holds what became of its heads, where they were watched
+RUN, WEIGHTS = "run.pt", "model.safetensors"
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a file beside `path`, flush it to disk, then put it in place in one rename; raises
-    `UnusableCheckpoint` where the disk refuses.
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file that takes the place of `path` in one rename, flushed to disk; raises `UnusableCheckpoint`
+    where the disk refuses.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        write(partial)
-        with partial.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        partial.replace(path)
+        with whole_file(path, flushed=True) as partial:
+            write(partial)
     except OSError as error:
         raise UnusableCheckpoint(
             f"{path} could not be written ({error.strerror or error}): what was saved before is whole; make room, and the "
             "run can go on from there"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def make_way(folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -77,7 +72,7 @@ def save_state(state: dict[str, Any], path: Path) -> None:
 def save_run(folder: Path, state: dict[str, Any]) -> None:
     """Write the resumable state."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / RUN, lambda path: save_state(state, path))
+    write_whole(folder / RUN, lambda path: save_state(state, path))
 
 
 def load_run(folder: Path) -> dict[str, Any] | None:
@@ -97,9 +92,9 @@ def save_model(folder: Path, model: nn.Module, card: dict[str, Any], dtype: torc
     tensors: dict[str, Tensor] = {
         name: parameter.detach().to("cpu", dtype).contiguous() for name, parameter in model.named_parameters()
     }
-    write_atomically(folder / WEIGHTS, lambda path: _write_bytes(path, save(tensors, {"format": "pt"})))
+    write_whole(folder / WEIGHTS, lambda path: path.write_bytes(save(tensors, {"format": "pt"})))
     text = json.dumps(card, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(folder / CARD, lambda path: _write_text(path, text))
+    write_whole(folder / CARD, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def load_card(folder: Path) -> dict[str, Any]:
@@ -127,11 +122,3 @@ def load_weights(folder: Path, model: nn.Module) -> None:
                     f"{folder}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}"
                 )
             parameter.copy_(tensors[name])
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

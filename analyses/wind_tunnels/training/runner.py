@@ -7,6 +7,7 @@ one would have seen and continues the same curve. Supervision is `Episodes.loss`
 Shapes: n episodes, L positions, O outcomes.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,16 +18,86 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ....probe.watch import Watch, watch
+from ...files.names import HISTORY
 from ..errors import TunnelError, UnusableCheckpoint
 from ..tasks.bits import asked, entropy_bits, kl_bits
 from ..tasks.protocol import Episodes, Tunnel
-from .checkpoints import HISTORY, load_run, save_model, save_run
+from .checkpoints import load_run, save_model, save_run
 from .models import build, logits, parameter_count
 from .recipes import Recipe
 
 HELD_OUT_SEED = 2**40  # far from every training step's seed
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Progress = Callable[[int, int, str], None]
+
+
+class Runner:
+    """A model and its optimizer at some step of a recipe, for whoever trains in tunnels.
+
+    Args:
+        tunnel, recipe: what decides the episodes and the rate of every step.
+        model: on its device; put in train mode.
+        state: as `state()` gave it, to go on from; it is not changed.
+        forward: logits of (model, tokens).
+    """
+
+    def __init__(
+        self,
+        tunnel: Tunnel,
+        recipe: Recipe,
+        model: nn.Module,
+        state: dict[str, Any] | None = None,
+        *,
+        forward: Forward = logits,
+    ) -> None:
+        self.tunnel, self.recipe, self.model, self.forward = tunnel, recipe, model, forward
+        self.optimizer = torch.optim.AdamW(_decayed(model, recipe.weight_decay), lr=recipe.learning_rate)
+        self.step = self.targets = 0
+        if state is not None:
+            model.load_state_dict(state["model"])
+            # the optimizer would go on in the tensors it is given, and a state is used more than once
+            self.optimizer.load_state_dict(
+                copy.deepcopy(state["optimizer"] if "optimizer" in state else state["optimiser"])
+            )
+            self.step = int(state["step"])
+        model.train()
+
+    def state(self) -> dict[str, Any]:
+        """Weights, optimizer and step: what going on needs."""
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**parts, "step": self.step}
+
+    def loss(self, step: int) -> Callable[[nn.Module], Tensor]:
+        """The loss that step `step` trains on: mean cross-entropy, nats."""
+        episodes = training_episodes(self.tunnel, self.recipe, step)
+
+        def loss(model: nn.Module) -> Tensor:
+            tokens = episodes.tokens.to(next(model.parameters()).device)
+            return objective(self.tunnel, episodes, self.forward(model, tokens), self.recipe.distilled)
+
+        self.targets = int((episodes.targets >= 0).sum())
+        return loss
+
+    def advance(self, restore: Callable[[], None] | None = None) -> float:
+        """One optimizer step; returns the training loss before it, nats. `restore` undoes what must not move."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe, self.step)
+        loss = self.loss(self.step)(self.model)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        self.optimizer.step()
+        if restore is not None:
+            restore()
+        self.step += 1
+        return float(loss.detach())
+
+
+def training_episodes(tunnel: Tunnel, recipe: Recipe, step: int) -> Episodes:
+    """The episodes of training step `step`, drawn from (seed, step)."""
+    length = episode_length(recipe, tunnel.length, step)
+    batch = recipe.batch * tunnel.length // length
+    return tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
 
 
 def train(
@@ -58,51 +129,37 @@ def train(
         model = model.to(device)
     except (RuntimeError, AssertionError) as refusal:
         raise TunnelError(f"no device {device!r} can be used here: {str(refusal).splitlines()[0]}") from refusal
-    optimiser = torch.optim.AdamW(_decayed(model, recipe.weight_decay), lr=recipe.learning_rate)
     identity = {"name": name, "recipe": asdict(recipe), "interval": interval}
-    start, curve = 0, []
     saved = load_run(folder) if resume and folder is not None else None
-    if saved is not None:
-        if saved["identity"] != identity:
-            raise UnusableCheckpoint(f"{folder} holds a run with other settings: give another --out or drop --resume")
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        start, curve = saved["step"], saved["curve"]
+    if saved is not None and saved["identity"] != identity:
+        raise UnusableCheckpoint(f"{folder} holds a run with other settings: give another --out or drop --resume")
+    runner = Runner(tunnel, recipe, model, saved, forward=forward)
+    curve: list[dict[str, float]] = [] if saved is None else saved["curve"]
     held_out = tunnel.sample(256, Generator().manual_seed(HELD_OUT_SEED + recipe.seed))
     truth = tunnel.predictive(held_out.tokens)
-    model.train()
     total = 0.0
     note = ""
-    for step in range(start, recipe.steps):
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(recipe, step)
-        length = episode_length(recipe, tunnel.length, step)
-        batch = recipe.batch * tunnel.length // length
-        episodes = tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
-        loss = objective(tunnel, episodes, forward(model, episodes.tokens.to(device)), recipe.distilled)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-        optimiser.step()
+    while runner.step < recipe.steps:
+        loss = runner.advance()
         if seen is not None:
-            seen.step(loss_weight=1 / int((episodes.targets >= 0).sum()))
-        total += loss.item()
+            seen.step(loss_weight=1 / runner.targets)
+        total += loss
+        step = runner.step
         if not math.isfinite(total):
-            raise TunnelError(f"the loss is {loss.item()} at step {step}: lower the learning rate")
-        if (step + 1) % interval == 0 or step + 1 == recipe.steps:
-            since = step + 1 - (int(curve[-1]["step"]) if curve else 0)
+            raise TunnelError(f"the loss is {loss} at step {step - 1}: lower the learning rate")
+        if step % interval == 0 or step == recipe.steps:
+            since = step - (int(curve[-1]["step"]) if curve else 0)
             error, divergence = held_out_error(model, held_out, truth, tunnel.outcomes, forward)
-            row = {"step": step + 1, "loss": total / since, "entropy_error": error, "kl": divergence}
+            row = {"step": step, "loss": total / since, "entropy_error": error, "kl": divergence}
             curve.append({key: round(value, 6) for key, value in row.items()})
             total = 0.0
             if seen is not None:
                 seen.flush()
             if folder is not None:
-                state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
-                save_run(folder, {"identity": identity, "step": step + 1, "curve": curve, **state})
+                save_run(folder, {"identity": identity, "curve": curve, **runner.state()})
             note = f"entropy error {error:.4f} bits, KL {divergence:.5f}"
         if progress is not None:
-            progress(step + 1, recipe.steps, note)
+            progress(step, recipe.steps, note)
     model.eval()
     if folder is not None:
         save_model(folder, model, card(name, recipe, command, curve, model))

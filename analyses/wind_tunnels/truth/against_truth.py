@@ -23,7 +23,8 @@ from ....hooks.attach import calls
 from ....hooks.call import AttentionCall
 from ....probe.state import Key, label
 from ...inputs.corpus import Batch
-from ...runs.analyze import Progress, Run, collect
+from ...runs.analyze import Progress, collect
+from ...runs.run import Run
 from ..tasks.protocol import Episodes, Tunnel
 from .shipped import load
 

@@ -174,7 +174,7 @@ def test_a_changed_header_number_changes_the_answer():
 
 
 def test_fresh_matrices_have_the_stated_form():
-    task = HiddenMarkov.fresh(3, 3)
+    task = FreshHiddenMarkov(3, 3)
     transition, emission = task.matrices(task.sample(3_000, torch.Generator().manual_seed(6)).tokens)
     assert task.header == 18
     stay = transition.diagonal(dim1=1, dim2=2)

@@ -17,7 +17,7 @@ def run(*words: object):
 
 def test_the_module_loads_without_torch_or_transformers():
     code = (
-        "import sys; import advantage_probe.analyses.wind_tunnels.commands;"
+        "import sys; import advantage_probe.analyses.commands.tunnels;"
         "print([name for name in ('torch', 'transformers', 'pandas') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ import torch
 
 from advantage_probe.analyses.wind_tunnels import Bijection, ConjugateCounts, NoisyChain
 from advantage_probe.analyses.wind_tunnels.errors import TunnelError, UnknownTunnel, UnusableCheckpoint
-from advantage_probe.analyses.wind_tunnels.training.checkpoints import load_card, load_run, write_atomically
+from advantage_probe.analyses.wind_tunnels.training.checkpoints import load_card, load_run, write_whole
 from advantage_probe.analyses.wind_tunnels.training.controls import KINDS, called, control, train_controls
 from advantage_probe.analyses.wind_tunnels.training.models import Shape, build, logits, parameter_count
 from advantage_probe.analyses.wind_tunnels.training.recipes import PRESETS, Recipe, recipe, shortened
@@ -60,9 +60,9 @@ KILLED = """
 import sys
 from pathlib import Path
 from advantage_probe.analyses.wind_tunnels import Bijection
-from advantage_probe.analyses.wind_tunnels.models import Shape
-from advantage_probe.analyses.wind_tunnels.recipes import Recipe
-from advantage_probe.analyses.wind_tunnels.training import train
+from advantage_probe.analyses.wind_tunnels.training.models import Shape
+from advantage_probe.analyses.wind_tunnels.training.recipes import Recipe
+from advantage_probe.analyses.wind_tunnels.training.runner import train
 recipe = Recipe(Shape("gpt2", 1, 2, 16), steps=int(sys.argv[2]), batch=8, warm_up=4)
 train(Bijection(4, 4, 0.5), recipe, Path(sys.argv[1]), interval=6)
 """
@@ -97,7 +97,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(UnusableCheckpoint, match="disk full"):
-        write_atomically(path, torn)
+        write_whole(path, torn)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
