@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -180,6 +180,7 @@ def _print_heads(run: Run, top: int) -> None:
     from rich.table import Table
 
     from ..probe.columns import columns_of
+    from .files.numbers import number
 
     names = columns_of("terminal")
     ranked = run.heads.sort_values("routing_pressure", ascending=False).head(top)
@@ -190,21 +191,14 @@ def _print_heads(run: Run, top: int) -> None:
     for row in ranked.to_dict("records"):
         cells = [str(row["label"])]
         for name in names:
-            cell = _number(row[name])
+            cell = number(row[name])
             if name == "routing_pressure":
-                cell += f" [{_number(row[name + '_low'])}, {_number(row[name + '_high'])}]"
+                cell += f" [{number(row[name + '_low'])}, {number(row[name + '_high'])}]"
             cells.append(cell.replace("[", "\\["))
         table.add_row(*cells, str(row["status"]))
     wide = None if sys.stdout.isatty() else 140
     Console(width=wide, legacy_windows=False).print(table)
     print("brackets: pointwise 95 % bootstrap interval over windows")
-
-
-def _number(value: Any) -> str:
-    if value != value:
-        return "–"
-    size = abs(value)
-    return "0" if value == 0 else f"{value:.2e}" if size < 1e-3 or size >= 1e4 else f"{value:.3g}"
 
 
 @app.command()

@@ -99,7 +99,7 @@ def split(call: AttentionCall, rows: Vectors, found: Units) -> tuple[Tensor, Vec
     first = torch.cat([torch.ones(1, dtype=torch.bool), found.row[1:] != found.row[:-1]])
     device = rows.blind.device
     blind = torch.where(first[:, None].to(device), rows.blind[found.row.to(device)], 0)
-    start = found.real.to(torch.uint8).argmax(1) if rows.counted is None else _first(found, call).to(device)
+    start = _first(found, call).to(device)
     first_key = parts["usage"].gather(-1, start[:, None, None].expand(-1, rows.usage.shape[1], 1))[..., 0]
     return found.split(call.value, 2), replace(
         rows, **parts, blind=blind, first_key=first_key, distance=_distance(rows, parts, found), edges=None

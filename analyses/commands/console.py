@@ -182,7 +182,7 @@ def loaded(
 ) -> tuple[Any, list[tuple[str, str]], str, str]:
     """The loaded model, its texts, its name, and what is known of the origin of its weights ("" for nothing)."""
     from ..inputs.loading import load
-    from ..inputs.rounding import origin
+    from ..inputs.precision import origin
 
     source, texts, name = model_and_texts(model, text, example, needs_text=needs_text)
     with progress("loading", 1) as note:

@@ -87,7 +87,8 @@ def _finish(
     bases: dict[str, Any] | None = None,
 ) -> None:
     from ..files.export import write_frame, write_json
-    from ..manifolds.pictures import number, page, write_scatter
+    from ..files.numbers import number
+    from ..manifolds.pictures import page, write_scatter
 
     def write(folder: Path) -> None:
         for name, frame in frames.items():

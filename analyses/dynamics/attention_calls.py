@@ -48,11 +48,6 @@ class Head:
         return self.attention.shape[1] // self.value.shape[1]
 
 
-def double(model: nn.Module) -> nn.Module:
-    """A float64 copy in eval mode, to be moved about freely."""
-    return copy.deepcopy(model).double().eval()
-
-
 def heads(model: nn.Module, loss: Loss) -> dict[str, Head]:
     """Module name → `Head`, in the order of the layers; parameter gradients of `loss` are left in `.grad`.
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .attention_calls import Loss, double, step_of
+from ..inputs.precision import double
+from .attention_calls import Loss, step_of
 from .course import Course, runner_of
 
 WARM = 20

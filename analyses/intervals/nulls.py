@@ -102,14 +102,3 @@ def exchanged(numbers: Array, groups: NDArray[np.int64], generator: Generator) -
 def permuted_columns(rows: Array, generator: Generator) -> Array:
     """Every column of rows (N,d) in an order of its own: the variances stay, all relations between columns go."""
     return np.take_along_axis(rows, generator.random(rows.shape).argsort(0), 0)
-
-
-def benjamini_hochberg(p: Array) -> Array:
-    """q-values of p-values; NaN where p is."""
-    p = np.asarray(p, dtype=np.float64)
-    q = np.full_like(p, np.nan)
-    known = np.flatnonzero(np.isfinite(p))
-    order = known[np.argsort(p[known])]
-    scaled = p[order] * len(order) / np.arange(1, len(order) + 1)
-    q[order] = np.minimum(1.0, np.minimum.accumulate(scaled[::-1])[::-1])
-    return q

@@ -9,7 +9,6 @@ Everything runs in float64. Shapes: B sequences, H query heads, K key/value head
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from ...hooks.site import Site
 from ...probe.law.definition import law
 from ...probe.state import Key, label
 from ..inputs.corpus import Batch
+from ..inputs.precision import double
 
 Step = Literal["values", "scores"]
 
@@ -128,11 +128,6 @@ def _names(receiver: _Gradients, step: Step) -> list[tuple[Key, int, str]]:
     return found
 
 
-def double(model: nn.Module) -> nn.Module:
-    """A float64 copy of the model in eval mode, all parameters frozen."""
-    return copy.deepcopy(model).double().eval().requires_grad_(False)
-
-
 def predicted_and_measured(
     model: nn.Module, batch: Batch, step: Step, targets: Sequence[float] = TARGETS
 ) -> pd.DataFrame:
@@ -147,7 +142,7 @@ def predicted_and_measured(
     """
     if step not in ("values", "scores"):
         raise BadRequest(f'step must be "values" or "scores", not {step!r}.')
-    exact = double(model)
+    exact = double(model).requires_grad_(False)
     receiver, loss = _gradients(exact, batch)
     rows = []
     for key, head, name in _names(receiver, step):
@@ -188,7 +183,7 @@ def training_step(
     """How far one step of training on the batch moves each head, in units of the law's own step: ‖Δv‖/‖m‖ for values,
     ‖Δs‖/‖D‖ for scores (up to a constant per row), of a float64 copy; the model itself is not changed.
     """
-    exact = copy.deepcopy(model).double().eval().requires_grad_(True)
+    exact = double(model).requires_grad_(True)
     rule = optimizer([parameter for parameter in exact.parameters() if parameter.requires_grad])
     before, _ = _gradients(exact, batch)
     rule.step()

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from ..files.numbers import number
 from ..pictures.figures import SEQUENTIAL, Caption, panels, save, style, title
 from ..pictures.plots import manifold
 
@@ -98,11 +99,3 @@ def page(heading: str, words: list[str], frames: Mapping[str, pd.DataFrame], pic
         shown = frame.to_html(index=False, float_format=number, na_rep="–", border=0, escape=True)
         parts.append(f"<h2>{html.escape(name)}</h2><div class=wide>{shown}</div>")
     return "\n".join([*parts, "</html>"])
-
-
-def number(value: float) -> str:
-    """Three significant places; powers of ten where it is very small or large."""
-    if value != value:
-        return "–"
-    size = abs(value)
-    return "0" if value == 0 else f"{value:.2e}" if size < 1e-3 or size >= 1e5 else f"{value:.4g}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from ...probe.columns import columns_of
+from ..files.numbers import thinned
 
 NUMBERS = 80_000  # of all heads' courses: about 600 kB
 STEPS = (40, 400)  # steps that are kept at least, where there are so many heads, and at most
@@ -44,13 +44,6 @@ def history_lines(table: pd.DataFrame | None) -> dict[str, Any]:
         "heads": heads,
         "of": [len(wide), table["label"].nunique()],
     }
-
-
-def thinned(count: int, most: int) -> list[int]:
-    """Places of at most `most` out of `count`, evenly, with the first and the last."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(place) for place in np.linspace(0, count - 1, most)})
 
 
 def curve_lines(table: pd.DataFrame | None) -> list[dict[str, Any]]:

@@ -118,13 +118,6 @@ def token(text: object, most: int = 12) -> str:
     return label.replace("$", "\\$")  # a dollar sign that starts no formula
 
 
-def thinned(count: int, most: int) -> list[int]:
-    """Places of at most `most` evenly spaced labels among `count`."""
-    if count <= most:
-        return list(range(count))
-    return [int(place) for place in np.linspace(0, count - 1, most).round()]
-
-
 def needs(table: pd.DataFrame, *columns: str) -> None:
     """Refuse a table without one of `columns`; raises `BadRequest`."""
     missing = [column for column in columns if column not in table]

@@ -17,7 +17,8 @@ from numpy.typing import ArrayLike
 from ...hooks.errors import BadRequest
 from ...probe.columns import COLUMNS, with_unit
 from ...probe.state import without_head
-from .figures import COLOURS, COLUMN, DIVERGING, PAGE, SEQUENTIAL, axes, limit, needs, style, thinned, token
+from ..files.numbers import thinned
+from .figures import COLOURS, COLUMN, DIVERGING, PAGE, SEQUENTIAL, axes, limit, needs, style, token
 from .plots_learning import arms, by_part, over_steps, paths, trajectories, two_timescales
 
 if TYPE_CHECKING:

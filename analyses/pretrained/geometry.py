@@ -19,8 +19,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
+from ..inputs.precision import rounding_noise
 from ..inputs.prompts import Prompts, residualised
-from ..inputs.rounding import rounding_noise
 from ..intervals.nulls import DRAWS, half_samples
 from ..manifolds.readout import beside, line, order
 from ..manifolds.shapes import shape, shares

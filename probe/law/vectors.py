@@ -5,8 +5,7 @@ Shapes: B batch, H query heads, Q query positions, S key positions, V value widt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,13 +58,6 @@ class Vectors:
     edges: tuple[Edges, Edges] | None = None
     query_gradient: Tensor | None = None
     key_gradient: Tensor | None = None
-
-    def cpu(self) -> Vectors:
-        """The same on the CPU."""
-        moved: dict[str, Any] = {
-            field.name: value.cpu() for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **moved)
 
 
 def correlation(

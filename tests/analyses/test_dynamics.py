@@ -20,6 +20,7 @@ from terminal import command, refused
 from advantage_probe.analyses.dynamics import attention_calls, course, frame, pictures, real_steps, roles
 from advantage_probe.analyses.dynamics import examined as dynamics
 from advantage_probe.analyses.dynamics import report as dynamics_report
+from advantage_probe.analyses.inputs import precision
 from advantage_probe.analyses.pictures import figures
 from advantage_probe.analyses.wind_tunnels.training.models import Shape, logits
 from advantage_probe.analyses.wind_tunnels.training.recipes import Recipe
@@ -223,7 +224,7 @@ def test_pressures_are_the_laws_own(examined: list[dynamics.Examined], folder: P
     wanted = tiny()
     runner = course.runner_of(wanted, course.state(folder / "seed-0", 10))
     loss = dynamics.summed(wanted.task, wanted.fixed(16))
-    found = attention_calls.heads(attention_calls.double(runner.model), loss)
+    found = attention_calls.heads(precision.double(runner.model), loss)
     table = examined[0].pressures
     for layer, head in enumerate(found.values()):
         for place in range(2):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from advantage_probe.analyses.dynamics import attention_calls, feedback, following, roles, step_size
+from advantage_probe.analyses.inputs import precision
 from advantage_probe.hooks.errors import BadRequest
 
 B, H, T, V, C = 6, 2, 14, 5, 4
@@ -151,7 +152,7 @@ def prepared(kind: str) -> tuple[nn.Module, attention_calls.Loss, attention_call
 
         return compute
 
-    return attention_calls.double(model), loss(ids[:, 1:]), loss(ids[:, 1:].roll(1, 0))
+    return precision.double(model), loss(ids[:, 1:]), loss(ids[:, 1:].roll(1, 0))
 
 
 def gradient_step(model: nn.Module, loss: attention_calls.Loss, rate: float, chosen: str = "") -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 import zoo
 from zoo import Words
 
-from advantage_probe.analyses.inputs import prompts, rounding
+from advantage_probe.analyses.inputs import precision, prompts
 from advantage_probe.analyses.pretrained import geometry
 from advantage_probe.analyses.vectors.collecting import collect
 from advantage_probe.analyses.weights import keys
@@ -189,13 +189,13 @@ def test_rounding_noise_stays_on_the_grid_and_is_taken_back(tmp_path: Path) -> N
     kept = weight.detach().clone()
     levels = kept.reshape(-1, 32)
     expected = (levels.amax(1) - levels.amin(1)) / 15
-    assert torch.allclose(rounding.step(kept).reshape(-1, 32)[:, 0], expected)
-    with pytest.raises(ZeroDivisionError), rounding.rounding_noise(model, 0):
-        moved = (weight - kept).abs() / rounding.step(kept)
+    assert torch.allclose(precision.step(kept).reshape(-1, 32)[:, 0], expected)
+    with pytest.raises(ZeroDivisionError), precision.rounding_noise(model, 0):
+        moved = (weight - kept).abs() / precision.step(kept)
         assert 0.4 < float(moved.max()) <= 0.5 + 1e-3
         assert float(moved.mean()) == pytest.approx(0.25, abs=0.02)
         raise ZeroDivisionError
     assert torch.equal(weight, kept)
-    assert rounding.origin(tmp_path) == ""
+    assert precision.origin(tmp_path) == ""
     (tmp_path / "ORIGIN.json").write_text('{"note": "de-quantised from Q4_K_M"}')
-    assert rounding.origin(tmp_path) == "de-quantised from Q4_K_M"
+    assert precision.origin(tmp_path) == "de-quantised from Q4_K_M"

@@ -11,6 +11,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
+from advantage_probe.analyses.inputs import precision
 from advantage_probe.analyses.inputs.corpus import Batch
 from advantage_probe.analyses.interventions import predicted
 from advantage_probe.analyses.interventions.decodable import sequence_loss
@@ -291,7 +292,7 @@ def test_small_steps_change_the_loss_as_the_law_predicts_and_wrong_ones_do_not()
             assert len(table) == 2 * (4 if step == "scores" or family == "gpt2" else 2) * (3 if family == "gpt2" else 2)
             assert (table["ratio"] - 1).abs().max() < 1e-3
     model = zoo.llama()
-    exact = predicted.double(model)
+    exact = precision.double(model).requires_grad_(False)
     gradients, loss = predicted._gradients(exact, given)
     key = next(iter(gradients.value))
     tiled = gradients.value_gradient[key][:, [1, 0]]  # the groups' gradients exchanged

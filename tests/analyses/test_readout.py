@@ -9,7 +9,6 @@ from scipy.stats import rankdata, spearmanr
 from sklearn.linear_model import LinearRegression
 
 from advantage_probe.analyses.intervals.nulls import (
-    benjamini_hochberg,
     bound,
     exchanged,
     figure,
@@ -227,17 +226,6 @@ def test_half_samples_give_the_interval_of_a_mean_and_do_not_inflate_a_share() -
     low, high = half_samples(share, 60, generator, 200)
     assert low <= value <= high
     assert min(share(generator.integers(0, 60, 60)) for _ in range(50)) > value
-
-
-def test_benjamini_hochberg_is_scipys() -> None:
-    from scipy.stats import false_discovery_control
-
-    p = np.random.default_rng(0).random(20) ** 2
-    assert np.allclose(benjamini_hochberg(p), false_discovery_control(p))
-    assert np.isnan(benjamini_hochberg(np.array([0.1, np.nan]))[1])
-
-
-# -- collecting and the report ------------------------------------------------------------------------------------------
 
 
 def test_collected_vectors_are_those_of_the_model() -> None:

@@ -9,7 +9,7 @@ Shapes: n sequences, L positions, O outcomes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pandas as pd
@@ -161,10 +161,3 @@ def calibrate(
     episodes = held_out(tunnel, sequences, seed, length)
     rows = {name: model_rows(model, episodes.tokens, tunnel.outcomes, forward) for name, model in models.items()}
     return table(tunnel, rows, episodes)
-
-
-def chunks(tunnel: Tunnel, sequences: int, size: int, seed: int = 0) -> Iterator[Episodes]:
-    """Held-out sequences in parts of `size`, for tunnels whose tables are large."""
-    for index, first in enumerate(range(0, sequences, size)):
-        generator = Generator().manual_seed(HELD_OUT + (seed << 20) + index)
-        yield tunnel.sample(min(size, sequences - first), generator)

@@ -1,4 +1,4 @@
-"""Weights that came out of a quantised file, and copies of them with rounding noise.
+"""Models in another precision: float64 copies, and copies of de-quantised weights with rounding noise.
 
 De-quantised weights sit on a coarse grid; what a figure owes to the grid is seen by drawing weights that would have been
 rounded to the same grid points.
@@ -6,6 +6,7 @@ rounded to the same grid points.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,11 @@ import torch
 from torch import Tensor, nn
 
 BLOCK, LEVELS = 32, 15  # weights that share a step, and steps between the least and the largest of them (4 bits)
+
+
+def double(model: nn.Module) -> nn.Module:
+    """A float64 copy in eval mode, to be moved about freely."""
+    return copy.deepcopy(model).double().eval()
 
 
 def origin(folder: str | Path) -> str:
