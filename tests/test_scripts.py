@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_heads_of_a_gpt2_are_ranked_and_the_first_ones_pairs_shown(folder: Path) -> None:
-    shown = run("analyze_gpt2.py", folder, folder / "text.txt").splitlines()
+    shown = run("examples/analyze_gpt2.py", folder, folder / "text.txt").splitlines()
     assert shown[0].split()[:2] == ["label", "routing_pressure"]
     pressures = [float(line.split()[1]) for line in shown[1:11]]
     assert pressures == sorted(pressures, reverse=True)
@@ -47,12 +47,12 @@ def test_the_heads_of_a_gpt2_are_ranked_and_the_first_ones_pairs_shown(folder: P
 
 
 def test_a_watched_training_resumes_without_repeating_a_step(tmp_path: Path) -> None:
-    assert "step 200" in run("train_with_probe.py", tmp_path)
+    assert "step 200" in run("examples/train_with_probe.py", tmp_path)
     whole = pd.read_parquet(tmp_path / "history")
     assert "while it learned, at 20 observed steps" in (tmp_path / "report.html").read_text(encoding="utf-8")
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     torch.save({**saved, "step": 180}, tmp_path / "checkpoint.pt")
-    run("train_with_probe.py", tmp_path)
+    run("examples/train_with_probe.py", tmp_path)
     again = pd.read_parquet(tmp_path / "history")
     assert again["step"].tolist() == whole["step"].tolist()
     early = whole["step"] < 180
@@ -63,7 +63,7 @@ def test_a_watched_training_resumes_without_repeating_a_step(tmp_path: Path) -> 
 def test_a_run_is_exported_as_tables_and_a_figure_with_its_caption(folder: Path, tmp_path: Path) -> None:
     words = ("analyze", folder, "--text", folder / "text.txt", "--window", 20, "--out", tmp_path / "run")
     assert command(*words).returncode == 0
-    run("export_report.py", tmp_path / "run", tmp_path / "out")
+    run("examples/export_report.py", tmp_path / "run", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "layers.csv",
         *(f"{name}.{kind}" for name in ("routing", "head") for kind in ("png", "svg", "pdf", "csv", "txt")),

@@ -14,7 +14,7 @@ import pytest
 from advantage_probe.analyses.page.report import LIMIT, html
 from advantage_probe.analyses.runs.maps import FINE, POOLED, HeadMap, Maps
 from advantage_probe.analyses.runs.run import Run
-from advantage_probe.probe.columns import SUMS, columns_of
+from advantage_probe.probe.columns import COLUMNS, SUMS, columns_of
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -44,7 +44,7 @@ def made(layers: int, width: int, length: int, *, edges: int, windows: int = 16,
     }
     heads = pd.DataFrame({**base, "kind": "decoder_self", "status": "ok"})
     for place, name in enumerate(columns_of("page")):
-        heads[name] = generator.lognormal(size=count) * (-1 if columns_of("page")[name][1] else 1) ** (
+        heads[name] = generator.lognormal(size=count) * (-1 if COLUMNS[name].signed else 1) ** (
             place + np.arange(count)
         )
         heads[f"{name}_low"], heads[f"{name}_high"] = heads[name] - 0.1, heads[name] + 0.1

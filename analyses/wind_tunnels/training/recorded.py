@@ -1,6 +1,7 @@
 """What the attention-free controls of a shipped model reached: trained once, recorded beside the model, printed with it.
 
-Training them again takes hours; their figures come from `scripts/train_controls.py`, on fresh sequences as the model's own.
+Training them again takes hours; their figures come from `scripts/shipping/train_controls.py`, on fresh sequences as the
+model's own.
 """
 
 import json

@@ -23,7 +23,7 @@ def test_a_shipped_model_is_small_and_says_how_it_was_made(name):
     folder = MODELS / name
     assert (folder / "model.safetensors").stat().st_size <= 4_000_000
     card = load_card(folder)
-    assert card["command"] == f"scripts/train_tunnels.py . {name}"
+    assert card["command"] == f"scripts/shipping/train_tunnels.py . {name}"
     assert card["curve"][-1]["step"] == card["recipe"]["steps"]
     task, model, _ = load(name)
     assert parameter_count(model) == card["parameters"]

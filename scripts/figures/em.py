@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the README's tables on EM against SGD from a finished run: scripts/em_figures.py FOLDER [PICTURES].
+"""Print the README's tables on EM against SGD from a finished run: scripts/figures/em.py FOLDER [PICTURES].
 
 FOLDER is the --out of `advantage-probe em`; its pictures are drawn anew into PICTURES where that is given.
 """
@@ -51,7 +51,7 @@ def main() -> None:
         print(f"> {sentence}")
     if len(sys.argv) > 2:
         curves, paths = (pd.read_parquet(folder / f"{name}.parquet") for name in ("curves", "trajectories"))
-        command = "advantage-probe em --out FOLDER; scripts/em_figures.py FOLDER"
+        command = "advantage-probe em --out FOLDER; scripts/figures/em.py FOLDER"
         write_pictures(curves, paths, found, names(found), Path(sys.argv[2]), command)
 
 

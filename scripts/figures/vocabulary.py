@@ -57,7 +57,7 @@ def main() -> None:
             f"{given.tokens} tokens",
             "change of the logit, centred over the vocabulary, per unit step",
             null="dotted: 95 % point of the largest token of random directions of the same norm",
-            command=" ".join(["scripts/vocabulary_figures.py", *sys.argv[1:]]),
+            command=" ".join(["scripts/figures/vocabulary.py", *sys.argv[1:]]),
         )
         shown = found.tokens[(found.tokens["head"] == head) & (found.tokens["key"] == "")]
         for path in save(plots.vocabulary(found.tokens, head), given.picture, shown, caption):

@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""What the pages show is what happens."""
 
 from __future__ import annotations
 
@@ -26,32 +26,61 @@ from advantage_probe.probe.columns import HEADS, SUMS
 from advantage_probe.probe.tables import HISTORY
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", *sorted(ROOT.glob("[a-z]*/**/README.md")))
+    if not {".venv", "build"} & set(page.parts)
+}
+HEADS_PAGE, HOOKS_PAGE = PAGES["probe/README.md"], PAGES["hooks/README.md"]
 
 
-def test_every_python_block_runs_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.S)
+
+
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if python_blocks(page)])
+def test_every_python_block_of_a_page_runs_in_order(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # where the page of the training loop goes
-    # the README registers a tunnel of its own, which other tests do too
+    # a page registers a tunnel of its own, which other tests do too
     monkeypatch.delitem(registry._factories, "loaded-die", raising=False)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) >= 2
     names: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert len(names["heads"]) == 8
-    assert names["history"]["step"].unique().tolist() == [0, 2]
-    assert "Over training" in (tmp_path / "training.html").read_text(encoding="utf-8")
-    assert names["page"].is_file()
+    for block in python_blocks(PAGES[name]):
+        exec(compile(block, name, "exec"), names)
+    if name == "README.md":
+        assert len(names["heads"]) == 8
+        assert names["history"]["step"].unique().tolist() == [0, 2]
+        assert "Over training" in (tmp_path / "training.html").read_text(encoding="utf-8")
+    if name == "probe/README.md":
+        assert names["page"].is_file()
 
 
-def test_every_column_is_explained() -> None:
-    table = README.split("## Reading the heads table")[1].split("<details>")[0]
-    explained = {name.strip() for line in re.findall(r"^\| ([a-z_, ]+) \|", table, re.M) for name in line.split(",")}
-    assert explained - {"column", "status"} == set(HEADS)
+def test_no_page_lost_its_blocks() -> None:
+    assert sum(len(python_blocks(page)) for page in PAGES.values()) >= 12
+    assert len(PAGES["README.md"].splitlines()) <= 350
+
+
+def test_links_between_pages_and_pictures_lead_somewhere() -> None:
+    for name, page in PAGES.items():
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page):
+            assert (ROOT / name).parent.joinpath(target).exists(), f"{name}: {target}"
+
+
+def test_every_script_that_a_page_names_is_there() -> None:
+    for name, page in PAGES.items():
+        for script in re.findall(r"scripts/[\w/]+(?:\.\w+)?", page):
+            assert (ROOT / script).exists(), f"{name}: {script}"
+
+
+def test_the_table_of_the_columns_is_the_one_that_the_script_prints() -> None:
+    printed = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "figures" / "columns_table.py"], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.count("\n") == len(HEADS) + 2
+    assert printed in HEADS_PAGE
 
 
 def test_every_named_exception_has_its_remedy() -> None:
-    page = README.split("## Exceptions and their remedies")[1]
+    page = HOOKS_PAGE.split("## Exceptions and their remedies")[1]
     rows = dict(re.findall(r"^\| `(\w+)` \| .+? \| (.+?) \|$", page, re.M))
     raised = set()
     for file in (file for top in ("hooks", "probe", "analyses") for file in (ROOT / top).rglob("*.py")):
@@ -65,11 +94,11 @@ def test_every_named_exception_has_its_remedy() -> None:
 
 
 def commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.S)
+    blocks = [block for page in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", page, re.S)]
     return [line.split(" #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
-# what makes a line of the README small enough for a test; nothing else of it is changed but the model's name
+# what makes a line of a page small enough for a test; nothing else of it is changed but the model's name
 SMALLER = {
     "tunnel evaluate": "--sequences 64",
     "tunnel train": "",
@@ -90,7 +119,7 @@ SMALLER = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with everything that the README's lines name, all of it tiny."""
+    """A folder with everything that the pages' lines name, all of it tiny."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -144,8 +173,8 @@ def test_every_shell_line_runs(place: Path) -> None:
 
 
 def every_table_is_explained(place: Path) -> None:
-    """The tables that those lines wrote have the columns that the README explains, no more and no fewer."""
-    page = README.split("The columns of the other tables")[1].split("</details>")[0]
+    """The tables that those lines wrote have the columns that the page explains, no more and no fewer."""
+    page = HEADS_PAGE.split("The columns of the other tables")[1].split("</details>")[0]
     identity = set(re.findall(r"`(\w+)`", page.split("Labels are")[0]))
     explained: dict[str, set[str]] = {}
     for table, names in re.findall(r"^\| (\w+) \| ([\w, …]+) \|", page, re.M)[1:]:

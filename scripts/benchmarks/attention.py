@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the pass costs beside attention itself: scripts/bench_pass.py [--lengths 1024 4096] [--rounds 9].
+"""What the pass costs beside attention itself: scripts/benchmarks/attention.py [--lengths 1024 4096] [--rounds 9].
 
 Forward and backward of one causal scaled_dot_product_attention call with 12 heads of width 64, alone, watched, and watched
 with `fused=True`, `compiled=True` and both; processor time of one thread, interleaved, medians.

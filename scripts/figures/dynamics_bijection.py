@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The README's figures on training dynamics: scripts/dynamics_bijection.py FOLDER [--shipped].
+"""The README's figures on training dynamics: scripts/figures/dynamics_bijection.py FOLDER [--shipped].
 
 Five seeds of a two-layer model of width 64 on `bijection-repeats` with 8 symbols, each examined with its ten
 continuations. Every finished part stays in FOLDER, so a killed run goes on where it was. `--shipped` instead trains
@@ -57,7 +57,7 @@ def main() -> None:
         wanted = [replace(course.SMALL, recipe=replace(course.SMALL.recipe, seed=seed)) for seed in SEEDS]
     runs = [examined(given.folder / f"seed-{one.recipe.seed}", one, not given.shipped) for one in wanted]
     with new_folder(given.folder / "report", overwrite=True) as folder:
-        command = f"scripts/dynamics_bijection.py FOLDER{' --shipped' if given.shipped else ''}"
+        command = f"scripts/figures/dynamics_bijection.py FOLDER{' --shipped' if given.shipped else ''}"
         dynamics_report.write(runs, folder, command=command)
     print(dynamics_report.text(runs))
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Print the README's table of shipped wind-tunnel models, every figure recomputed from the weights:
-scripts/tunnel_figures.py.
+scripts/figures/tunnels.py.
 """
 
 from advantage_probe.analyses.wind_tunnels.training.recorded import recorded_controls

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a watch costs between observed steps: scripts/bench_unobserved.py [--json FILE].
+"""What a watch costs between observed steps: scripts/benchmarks/unobserved.py [--json FILE].
 
 Training steps (forward, backward, AdamW) of one model without a watch and inside one that observes none of them, in
 alternating blocks of ten, 200 of each; medians and their ratio. A second pair of unwatched blocks gives the noise.

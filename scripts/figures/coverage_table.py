@@ -1,7 +1,7 @@
 """Print the coverage table: per family the captured calls and the worst residual against autograd, or the refusal.
 
-    .venv/bin/python scripts/coverage_table.py            the table, in Markdown
-    .venv/bin/python scripts/coverage_table.py Falcon T5  some families only
+    .venv/bin/python scripts/figures/coverage_table.py            the table, in Markdown
+    .venv/bin/python scripts/figures/coverage_table.py Falcon T5  some families only
 
 Every model is tiny, random and made from its config; nothing is downloaded.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import census
 

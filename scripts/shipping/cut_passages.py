@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Cut the passages of `analyses/texts/passages-*.txt` from raw text, one folder per genre, always the same way.
 
-    scripts/cut_passages.py RAW        # RAW/fiction, RAW/scripture, RAW/satire, RAW/speeches, RAW/code
+    scripts/shipping/cut_passages.py RAW        # RAW/fiction, RAW/scripture, RAW/satire, RAW/speeches, RAW/code
 
 A passage is 420 to 640 characters of consecutive text (320 to 480 of code) and ends in lower-case words and a full stop,
 so that tokenizers end all of them in the same token; the first characters of a file (title, heading, licence) are left out.
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("raw", type=Path)
     raw = parser.parse_args().raw
-    target = Path(__file__).resolve().parent.parent / "analyses" / "inputs" / "texts"
+    target = Path(__file__).resolve().parents[2] / "analyses" / "inputs" / "texts"
     for genre in GENRES:
         files = sorted(path for path in (raw / genre).iterdir() if path.is_file())
         found = [part for path in files for part in passages(path.read_text(encoding="utf-8", errors="replace"), genre)]

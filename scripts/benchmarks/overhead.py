@@ -5,9 +5,9 @@ machine does falls on all of them. "ratio" is one of medians over the rounds; "r
 round's own, which a machine that slows down for a while disturbs less. Prints a table and, with --json, the medians,
 spread and ratios as one object.
 
-    python scripts/bench_overhead.py --length 1024 --layers 12 --vocabulary 50257
-    python scripts/bench_overhead.py --length 4096 --layers 2 --vocabulary 800 --contenders unwatched heads retained
-    python scripts/bench_overhead.py --model FOLDER --length 2048 --vocabulary 262144 --contenders unwatched heads both
+    python scripts/benchmarks/overhead.py --length 1024 --layers 12 --vocabulary 50257
+    python scripts/benchmarks/overhead.py --length 4096 --layers 2 --vocabulary 800 --contenders unwatched heads retained
+    python scripts/benchmarks/overhead.py --model FOLDER --length 2048 --vocabulary 262144 --contenders unwatched heads both
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the attention-free controls of shipped tunnels and write their figures: scripts/train_controls.py --help."""
+"""Train the attention-free controls of shipped tunnels and write their figures: train_controls.py --help."""
 
 import argparse
 import json

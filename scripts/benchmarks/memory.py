@@ -2,7 +2,7 @@
 
 One layer, GPT-2 small's width, one step per process; the exponent is the slope of log(extra) over log(T).
 
-    python scripts/bench_memory.py --lengths 1024 2048 4096 8192 16384
+    python scripts/benchmarks/memory.py --lengths 1024 2048 4096 8192 16384
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-SCRIPT = Path(__file__).with_name("bench_overhead.py")
+SCRIPT = Path(__file__).with_name("overhead.py")
 
 
 def peaks(length: int, detail: str, threads: int) -> dict[str, float]:

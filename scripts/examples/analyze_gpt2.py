@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the loss on a text does to the heads of GPT-2: scripts/analyze_gpt2.py [MODEL] [TEXT].
+"""What the loss on a text does to the heads of GPT-2: scripts/examples/analyze_gpt2.py [MODEL] [TEXT].
 
 MODEL is a hub name or a folder (default: openai-community/gpt2). The same from the command line:
 advantage-probe analyze openai-community/gpt2 --text book.txt
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import advantage_probe as ap
 
-TEXT = Path(__file__).parent.parent / "analyses" / "inputs" / "texts" / "declaration.txt"
+TEXT = Path(__file__).resolve().parents[2] / "analyses" / "inputs" / "texts" / "declaration.txt"
 
 
 def main() -> None:

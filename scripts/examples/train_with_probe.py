@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A training run that is watched: scripts/train_with_probe.py [FOLDER]. A minute on a laptop; resumes where it stopped.
+"""A training run that is watched: train_with_probe.py [FOLDER]. A minute on a laptop; resumes where it stopped.
 
 A two-layer model learns key-value pairs; every tenth step goes to a history that pandas reads while the run goes on. At the
 end FOLDER/report.html shows what became of every head.

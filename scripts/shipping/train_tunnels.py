@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the shipped tunnels, one after the other, each resumable: scripts/train_tunnels.py FOLDER [NAME[:sampled] …].
+"""Train the shipped tunnels, one after the other, each resumable: train_tunnels.py FOLDER [NAME[:sampled] …].
 
 `hmm:sampled` trains on sampled states instead of exact posteriors: the curve that is shipped beside the distilled one.
 """
@@ -25,7 +25,7 @@ def main() -> None:
         recipe, into = SHIPPED[name], name
         if targets == "sampled":
             recipe, into = replace(recipe, distilled=False), f"{name}-sampled"
-        began, command = time.monotonic(), f"scripts/train_tunnels.py . {wanted}"
+        began, command = time.monotonic(), f"scripts/shipping/train_tunnels.py . {wanted}"
         _, curve = train(tunnel(name), recipe, folder / into, name=name, command=command, resume=True)
         print(f"{name}: {curve[-1]} after {time.monotonic() - began:.0f} s", flush=True)
 

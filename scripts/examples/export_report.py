@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A pandas report and figures from a run folder: scripts/export_report.py RUN [OUT [HEAD]].
+"""A pandas report and figures from a run folder: scripts/examples/export_report.py RUN [OUT [HEAD]].
 
 RUN is what `advantage-probe analyze` wrote. OUT gets a table per layer, the map of all heads, and one head over the text
 (default: that of largest routing pressure), each picture as PNG, SVG and PDF with its data and its caption.
