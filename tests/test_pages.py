@@ -67,7 +67,7 @@ def test_links_between_pages_and_pictures_lead_somewhere() -> None:
 
 def test_every_script_that_a_page_names_is_there() -> None:
     for name, page in PAGES.items():
-        for script in re.findall(r"scripts/[\w/]+(?:\.\w+)?", page):
+        for script in re.findall(r"scripts/[\w/-]+(?:\.\w+)?", page):
             assert (ROOT / script).exists(), f"{name}: {script}"
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Do two revisions give the same tables, bit for bit? scripts/benchmarks/columns.py REVISION [REVISION]
 
-Six tiny models (causal, grouped heads, caps and windows, relative biases with cross attention, two-sided, plain PyTorch) are
-watched in a process of each revision, with padding, accumulation and every detail; all columns of all tables that both have are
-compared exactly. The second revision is the working tree unless one is named.
+Six tiny models (causal, grouped heads, caps and windows, relative biases with cross attention, two-sided, plain PyTorch)
+are watched in a process of each revision, with padding, accumulation and every detail; all columns of all tables that both
+have are compared exactly. The second revision is the working tree unless one is named.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def models() -> Iterator[tuple[str, Any, Callable[[Any, Any, Any], Any]]]:
     import torch
     import transformers as tf
     from torch import nn
-    from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+    from torch.nn import functional
+    from torch.nn.functional import cross_entropy
 
     def causal(model: Any, ids: Any, mask: Any) -> Any:
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -49,7 +50,7 @@ def models() -> Iterator[tuple[str, Any, Callable[[Any, Any, Any], Any]]]:
 
         def forward(self, ids: Any) -> Any:
             parts = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.inner(self.embed(ids)).chunk(3, -1))
-            return self.out(scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+            return self.out(functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
 
     def plain(model: Any, ids: Any, mask: Any) -> Any:
         return cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
