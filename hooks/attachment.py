@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from . import override
 from .call import AttentionCall, CallSite, FusingReceiver, Needs, Receiver
-from .errors import UnsupportedKernel
+from .errors import Notices, UnsupportedKernel
 from .forward import Forward, Running
 from .mask_cache import forget
 from .recomputation import Decision, Recomputations
@@ -91,10 +90,10 @@ class Attachment:
         self.open = True
         self.blind_calls = 0
         self.ran = False
-        self._said = self._hidden_said = self._padding_said = False
+        self.notices = Notices()
         self._settled = False
         self._forwards = 0
-        self.packing = Packing()
+        self.packing = Packing(self.notices)
         self._local = threading.local()
         self._recomputations = Recomputations(self.passed)
         self._modules = {id(module): (_plain(name), module) for name, module in names}
@@ -168,12 +167,11 @@ class Attachment:
     def _new_forward(self, top: Frame | None) -> Forward:
         self._forwards += 1
         self.ran |= torch.is_grad_enabled()
-        if self._forwards <= _CHECKED and not self._padding_said and looks_padded(self.model, top):
-            self._padding_said = True
-            warnings.warn(
-                "advantage_probe: the ids hold padding but no attention_mask was given, so padding is attended to and "
-                "counted like text; pass attention_mask.",
-                stacklevel=2,
+        if self._forwards <= _CHECKED and not self.notices.told("padding") and looks_padded(self.model, top):
+            self.notices.say_once(
+                "padding",
+                "the ids hold padding but no attention_mask was given, so padding is attended to and counted like text; "
+                "pass attention_mask.",
             )
         forget()
         return Forward(self._forwards, torch.is_grad_enabled(), self.reaches(), top)
@@ -242,24 +240,20 @@ class Attachment:
     def _blind(self, module: nn.Module) -> None:
         """Count a call without gradients; in train mode that is seldom meant, so it is said, once."""
         self.blind_calls += 1
-        if module.training and not self._said:
-            self._said = True
-            warnings.warn(
-                "advantage_probe: attention runs under torch.no_grad() in train mode, where no gradient can come back; "
-                "such forwards are left out.",
-                stacklevel=2,
+        if module.training:
+            self.notices.say_once(
+                "no gradient",
+                "attention runs under torch.no_grad() in train mode, where no gradient can come back; such forwards are "
+                "left out.",
             )
 
     def say_hidden(self, implementation: str) -> None:
         """Name, once, the columns that a kernel with hidden dropout does not allow."""
-        if self._hidden_said:
-            return
-        self._hidden_said = True
-        warnings.warn(
-            f"advantage_probe: {implementation} drops attention weights and does not say which, so columns that need them "
-            "(advantage, routing, content, alignment, coherence, update) are refused; set the attention dropout to 0, or "
-            "run watched steps with attn_implementation='eager' or under sdpa_kernel(SDPBackend.MATH).",
-            stacklevel=2,
+        self.notices.say_once(
+            "hidden dropout",
+            f"{implementation} drops attention weights and does not say which, so columns that need them (advantage, "
+            "routing, content, alignment, coherence, update) are refused; set the attention dropout to 0, or run watched "
+            "steps with attn_implementation='eager' or under sdpa_kernel(SDPBackend.MATH).",
         )
 
     def compiled_plan(self, module: int, kind: Callable[[], Kind | None]) -> Plan | None:

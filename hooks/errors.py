@@ -1,7 +1,13 @@
 """Named exceptions: what could not be read, and what to do about it.
 
 Every refusal of the library derives from `ProbeError`; the command line turns it into one sentence and exit code 2.
+What is no error but has to be known is told once, by `Notices`.
 """
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
 
 
 class ProbeError(Exception):
@@ -42,3 +48,19 @@ class MergeRefused(ProbeError):
 
 class BadInput(ProbeError):
     """Text, ids or files that cannot be analysed."""
+
+
+class Notices:
+    """What the user was told, each thing once: a warning that comes back at every call teaches people to look away."""
+
+    def __init__(self) -> None:
+        self._told: set[Hashable] = set()
+
+    def say_once(self, what: Hashable, message: str, *, stacklevel: int = 2) -> None:
+        """Warn with `message` unless `what` was told before; `stacklevel` counts from the caller, as in `warnings.warn`."""
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(f"advantage_probe: {message}", stacklevel=stacklevel + 1)
+
+    def told(self, what: Hashable) -> bool:
+        return what in self._told

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import Notices
 from .site import Site
 from .visibility import Structure, Visibility
 
@@ -242,24 +242,23 @@ def crosses(documents: Tensor, structure: Structure, mask: Tensor | None) -> boo
 
 
 class Packing:
-    """What was said about packed documents: once per watch, and looked at once per module."""
+    """Looks at packed documents once per module, and says once per watch where attention crosses."""
 
-    def __init__(self) -> None:
+    def __init__(self, notices: Notices) -> None:
         self._looked: set[Site] = set()
-        self._said = False
+        self._notices = notices
 
     def look(self, site: Site, structure: Structure, mask: Tensor | None, sequences: Sequences) -> None:
         """Warn where positions start again but attention crosses."""
-        if self._said or site in self._looked or sequences.positions is None:
+        if self._notices.told("packing") or site in self._looked or sequences.positions is None:
             return
         found = documents(sequences.positions, sequences.query_rows)
         if found is None:
             return
         self._looked.add(site)
         if crosses(found, structure, mask):
-            self._said = True
-            warnings.warn(
-                f"advantage_probe: position ids start again inside a row, but attention of {site.module} crosses from one "
-                "document into another; pass position_ids without attention_mask, or a mask that keeps them apart.",
-                stacklevel=2,
+            self._notices.say_once(
+                "packing",
+                f"position ids start again inside a row, but attention of {site.module} crosses from one document into "
+                "another; pass position_ids without attention_mask, or a mask that keeps them apart.",
             )

@@ -107,6 +107,7 @@ class Recorder:
             raise BadRequest(f"watch() takes a torch.nn.Module, not {type(model).__name__}.")
         self.options = options
         self.model_name = type(model).__name__
+        self.scaler = options.scaler
         self.lock = threading.RLock()
         self.error: Exception | None = None
         self.number = 0
@@ -153,7 +154,7 @@ class Recorder:
         return rows.query_gradient, rows.key_gradient, by_value
 
     def _add(self, call: AttentionCall, gradients: bool) -> Vectors:
-        scale = float(self.options.scaler.get_scale()) if self.options.scaler is not None else 1.0
+        scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
         with self.lock:
             self._scale = scale
             return self.open.add(
@@ -248,8 +249,7 @@ class Recorder:
             self._weighed, self._step_weights = None, []
 
     def _close_step(self, weight: float | None) -> None:
-        scaler = self.options.scaler
-        skipped = self._scale is not None and scaler is not None and scaler.get_scale() < self._scale
+        skipped = self._scale is not None and self.scaler is not None and self.scaler.get_scale() < self._scale
         if weight is not None:
             self.open.divide(weight)
         if self._step_weights:
@@ -259,7 +259,7 @@ class Recorder:
         self.open.close_step()
         self.weights.add(weight)
         sums = {key: entry.sums.copy(replicated=False) for key, entry in self.open.entries.items()}
-        scale = None if scaler is None else self._scale
+        scale = None if self.scaler is None else self._scale
         self.steps.add(Step(self.number, sums, weight, scale, skipped))
         if skipped:  # its heads are known, its numbers are not
             for entry in self.open.entries.values():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pandas as pd
 
-from ..hooks.errors import BadRequest
+from ..hooks.errors import BadRequest, Notices
 from . import tables
 from .columns import HEADS
 from .history import History
@@ -33,7 +32,7 @@ class Steps:
         self.count = 0
         self.sought: int | None = None
         self._flushed_at = time.monotonic()
-        self._complained = False
+        self._notices = Notices()
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -59,9 +58,7 @@ class Steps:
             try:
                 self.flush()
             except OSError as error:  # training goes on, rows wait for the next flush
-                if not self._complained:
-                    warnings.warn(f"advantage_probe: the history could not be written ({error}).", stacklevel=5)
-                self._complained = True
+                self._notices.say_once("history", f"the history could not be written ({error}).", stacklevel=5)
 
     def flush(self) -> None:
         """Write what waits.
@@ -105,9 +102,9 @@ class Steps:
             except Exception as error:
                 self.loggers.remove(logger)
                 name = getattr(logger, "__name__", type(logger).__name__)
-                warnings.warn(
-                    f"advantage_probe: the logger {name} raised {type(error).__name__}: {error}; training goes on "
-                    "without it.",
+                self._notices.say_once(
+                    logger,
+                    f"the logger {name} raised {type(error).__name__}: {error}; training goes on without it.",
                     stacklevel=6,
                 )
 

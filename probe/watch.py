@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
-from typing import Concatenate, Literal, ParamSpec
+from typing import Any, Concatenate, Literal, ParamSpec
 
 import pandas as pd
 from torch import nn
@@ -45,6 +45,15 @@ class Watch:
     def model_name(self) -> str:
         """The class of the model."""
         return self._recorder.model_name
+
+    @property
+    def scaler(self) -> Any:
+        """The GradScaler whose scale u is freed of; a training hook that finds one sets it."""
+        return self._recorder.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        self._recorder.scaler = scaler
 
     @property
     def closed(self) -> bool:

@@ -290,11 +290,11 @@ def quiet() -> Any:
 def examine(name: str) -> Finding:
     """Build the family, hold both laws against its autograd, and say what came of it."""
     import advantage_probe as ap
-    from advantage_probe.hooks.site import silent
+    from advantage_probe.hooks.site import unmixed
 
     with quiet():
         model, given = build(name), batch(name)
-        mixers = tuple(site.module for site in silent(model))
+        mixers = tuple(site.module for site in unmixed(model))
         try:
             table = ap.verify(model, given)
         except ap.ProbeError as error:

@@ -190,8 +190,10 @@ def intervene(model: nn.Module, *edits: Edit) -> Iterator[None]:
             gradient checkpoints, where an edit would be lost.
     """
     receiver = _Intervener(tuple(edits))
-    with edited(model, value=receiver.value, output=receiver.output, wanted=receiver.wanted):
+    with edited(model, value=receiver.value, output=receiver.output, wanted=receiver.wanted) as listener:
         yield
+    if listener.error is not None:
+        return
     missed = sorted({edit.layer for number, edit in enumerate(edits) if number not in receiver.reached})
     if missed:
         seen = sorted(receiver.layers)

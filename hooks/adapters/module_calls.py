@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from ..attachment import Attachment, attached
+from ..errors import Notices
 from ..forward import enter, frames, leave, stacks
 from ..sequences import frame
 from ..tap import recomputing
@@ -23,6 +23,7 @@ from . import compiled
 from .families import has_softmax
 
 _unseen: dict[Any, bool] = {}
+_notices = Notices()
 
 
 def overrides(model: nn.Module) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
@@ -52,10 +53,11 @@ def looks_unseen(kind: type[nn.Module]) -> bool:
 
 
 def _say(kind: type[nn.Module]) -> None:
-    _unseen[kind] = False  # once
-    warnings.warn(
-        f"advantage_probe: {kind.__name__} ran and writes its own softmax, but no attention call was seen in it; if it "
-        "computes attention, let it be seen with y = advantage_probe.expose(self, q, k, v, y, …).",
+    _unseen[kind] = False
+    _notices.say_once(
+        kind,
+        f"{kind.__name__} ran and writes its own softmax, but no attention call was seen in it; if it computes attention, "
+        "let it be seen with y = advantage_probe.expose(self, q, k, v, y, …).",
         stacklevel=5,
     )
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...hooks.errors import BadRequest
-from .trainer import IGNORED, Closing, Watched
+from ..watch import Watch
+from .trainer import IGNORED, Closing
 
 try:
     from lightning.pytorch import Callback
@@ -45,7 +46,7 @@ class LightningHook(Callback):
         BadRequest: for anything but a watch. ClosedWatch: when training begins with a closed one.
     """
 
-    def __init__(self, watch: Watched, targets: Callable[[Any], int] | None = None) -> None:
+    def __init__(self, watch: Watch, targets: Callable[[Any], int] | None = None) -> None:
         self._closing, self.watch, self._targets = Closing(watch), watch, targets or labelled
         self._parts = self._weighed = self._steps = 0
 

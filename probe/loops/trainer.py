@@ -10,36 +10,16 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ...hooks.errors import BadRequest, ClosedWatch
+from ..watch import Watch
 
 IGNORED = -100  # the label that cross-entropy leaves out, in transformers and in torch
-
-
-class Watched(Protocol):
-    """What a hook needs of a watch."""
-
-    scaler: Any
-
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def observing(self) -> bool: ...
-    @property
-    def error(self) -> Exception | None: ...
-    def seek(self, step: int) -> None: ...
-    def drop(self) -> None: ...
-    def weigh(self, loss_weight: float | None) -> None: ...
-    def step(self, loss_weight: float | None = None) -> None: ...
-    def flush(self) -> None: ...
-    def at_close(self, action: Callable[[], None]) -> None: ...
 
 
 class Closing:
@@ -47,10 +27,9 @@ class Closing:
     is reported and observing ends, because a long training must not die of it. Reading the watch raises it again.
     """
 
-    def __init__(self, watch: Watched) -> None:
-        for name in ("step", "seek", "drop", "weigh", "flush"):
-            if not callable(getattr(watch, name, None)):
-                raise BadRequest(f"A training hook takes the watch that watch(model) returned, not {watch!r}.")
+    def __init__(self, watch: Watch) -> None:
+        if not isinstance(watch, Watch):
+            raise BadRequest(f"A training hook takes the watch that watch(model) returned, not {watch!r}.")
         self.watch, self._observed, self._broken = watch, False, False
 
     def begin(self, number: int) -> None:
@@ -113,7 +92,7 @@ class TrainerHook(TrainerCallback):
         BadRequest: for anything but a watch. ClosedWatch: when training begins with a closed one.
     """
 
-    def __init__(self, watch: Watched, loss_weight: float | Callable[[dict[str, Any]], float] | None = None) -> None:
+    def __init__(self, watch: Watch, loss_weight: float | Callable[[dict[str, Any]], float] | None = None) -> None:
         self._closing, self.watch, self._told = Closing(watch), watch, loss_weight
         self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._parts = self._weighed = 0

@@ -112,7 +112,7 @@ def test_a_trainer_goes_on_when_reading_breaks_later_and_stops_when_it_breaks_at
 
         def on_step_begin(self, args, state, control, **_):
             if state.global_step == self.step:
-                self.watch.refuse(ap.UnsupportedKernel("no such kernel; choose another."))
+                self.watch._recorder.refuse(ap.UnsupportedKernel("no such kernel; choose another."))
 
     for step in (0, 2):
         model, optimizer = made()
