@@ -55,7 +55,7 @@ def looks_unseen(kind: type[nn.Module]) -> bool:
 def _say(kind: type[nn.Module]) -> None:
     _unseen[kind] = False
     _notices.say_once(
-        kind,
+        (kind.__module__, kind.__qualname__),
         f"{kind.__name__} ran and writes its own softmax, but no attention call was seen in it; if it computes attention, "
         "let it be seen with y = advantage_probe.expose(self, q, k, v, y, …).",
         stacklevel=5,

@@ -290,7 +290,7 @@ def test_an_error_that_closes_the_watch_in_the_backward_is_raised_at_the_first_s
 
     model, optimizer = made()
     watch = ap.watch(model)
-    monkeypatch.setattr(watch, "_add", fail)
+    monkeypatch.setattr(watch._recorder, "_add", fail)
     with pytest.raises(ap.LawViolated, match="do not reproduce"):
         trainer(tmp_path, model, optimizer, ap.TrainerHook(watch), max_steps=3).train()
     assert watch.closed
