@@ -160,7 +160,7 @@ def _write(
         run.maps.save(folder / "maps.safetensors")
         write_json(run.record, folder / "run.json")
         labels, why = named_heads(run)
-        caption = f"{why} of {run.record.get('model')}; brackets: pointwise 95 % bootstrap intervals over windows."
+        caption = f"{why} of {run.record.get('model')}; brackets: pointwise 95 % intervals over windows."
         (folder / "heads.tex").write_text(heads_table(run.heads, labels, caption), encoding="utf-8")
         (folder / "report.html").write_text(html(run), encoding="utf-8")
         note(whole, whole, "report")
@@ -192,13 +192,17 @@ def _print_heads(run: Run, top: int) -> None:
         cells = [str(row["label"])]
         for name in names:
             cell = number(row[name])
-            if name == "routing_pressure":
+            if name == "routing_pressure" and row[f"{name}_low"] == row[f"{name}_low"]:
                 cell += f" [{number(row[name + '_low'])}, {number(row[name + '_high'])}]"
             cells.append(cell.replace("[", "\\["))
         table.add_row(*cells, str(row["status"]))
     wide = None if sys.stdout.isatty() else 140
     Console(width=wide, legacy_windows=False).print(table)
-    print("brackets: pointwise 95 % bootstrap interval over windows")
+    said = ranked["interval"].astype(str).iloc[0] if len(ranked) else "ok"
+    if said.startswith("none"):
+        print(f"no intervals ({said.removeprefix('none: ')})")
+    else:
+        print(f"brackets: pointwise 95 % interval over windows{'' if said == 'ok' else f' ({said})'}")
 
 
 @app.command()

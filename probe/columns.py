@@ -1,5 +1,8 @@
 """One record a column: what it is made from, its unit, where it is shown, and what it means.
 
+Sums are stored, because they add; what is read is divided by the number of rows that it was summed over, so that no column
+grows with the corpus, and every replicate of a bootstrap is divided by its own number.
+
 Every list of columns in the library is read from here: tables, page, plots, loggers, comparisons, LaTeX, what a bridge's
 weight processing changes, and the table in the pages. A column that is made from known sums is one record in this file.
 
@@ -95,9 +98,23 @@ class Column:
     processed: bool | None = True
     shown: tuple[tuple[Place, int], ...] = ()
 
+    @property
+    def scale(self) -> Literal["plain", "log"]:
+        """On which its intervals are taken: what has one sign and no upper end spreads in proportion to its size."""
+        one_sign = self.name != "edge_over_uniform"
+        return "log" if one_sign and self.unit in ("loss", "loss per value unit", "keys", "tokens") else "plain"
+
 
 def _mean(total: Array, n: Array) -> Array:
     return total / n
+
+
+def _root_mean(total: Array, n: Array) -> Array:
+    return np.sqrt(total / n)
+
+
+def _slope(total: Array, n: Array) -> Array:
+    return -total / n
 
 
 COLUMNS: dict[str, Column] = {
@@ -186,10 +203,10 @@ COLUMNS: dict[str, Column] = {
         ),
         Column(
             "routing_pressure",
-            ("score_square",),
-            np.sqrt,
-            "√Σ D², D = ∂L/∂(score that enters the softmax, after cap and bias)",
-            "√Σ (∂L/∂s)²: how hard the loss pulls on where the head looks",
+            ("score_square", "queries"),
+            _root_mean,
+            "√(mean over rows of Σ_j D²), D = ∂L/∂(score that enters the softmax, after cap and bias)",
+            "root mean square over queries of ∂L/∂s: how hard the loss pulls on where the head looks",
             unit="loss",
             shown=(
                 ("page", 1),
@@ -203,9 +220,9 @@ COLUMNS: dict[str, Column] = {
         ),
         Column(
             "content_pressure",
-            ("value_gradient_square",),
-            np.sqrt,
-            "√Σ_j ‖m_j‖²; compares heads only within one gauge of (W_V, W_O)",
+            ("value_gradient_square", "queries"),
+            _root_mean,
+            "√(Σ_j ‖m_j‖² / n); compares heads only within one gauge of (W_V, W_O)",
             "how hard the loss pulls on what the head moves, in units of its values",
             unit="loss per value unit",
             gauge_free=False,
@@ -213,10 +230,10 @@ COLUMNS: dict[str, Column] = {
         ),
         Column(
             "content_relative",
-            ("value_gradient_square", "value_square", "keys"),
-            lambda square, size, keys: np.sqrt(square * size / keys),
+            ("value_gradient_square", "queries", "value_square", "keys"),
+            lambda square, n, size, keys: np.sqrt(square / n * size / keys),
             "content_pressure × rms‖v_j‖: gauge-free, what rankings use",
-            "‖αᵀU‖ · rms‖v‖: how hard the loss pulls on what the head moves, gauge-free",
+            "‖m‖ per query · rms‖v‖: how hard the loss pulls on what the head moves, gauge-free",
             unit="loss",
             processed=False,
             shown=(
@@ -231,32 +248,32 @@ COLUMNS: dict[str, Column] = {
         ),
         Column(
             "score_slope",
-            ("score_square",),
-            np.negative,
-            "−routing_pressure²: change of the loss per unit step along −D",
+            ("score_square", "queries"),
+            _slope,
+            "−routing_pressure²: change of the loss per counted row and unit step along −D",
             "what a step of the scores would gain",
-            unit="loss per unit step",
+            unit="loss",
             signed=True,
             shown=(("resampled", 4),),
         ),
         Column(
             "value_slope",
-            ("value_gradient_square",),
-            np.negative,
-            "−content_pressure²: change of the loss per unit step along −m",
+            ("value_gradient_square", "queries"),
+            _slope,
+            "−content_pressure²: change of the loss per counted row and unit step along −m",
             "what a step of the values would gain, each query head by itself",
-            unit="loss per unit step",
+            unit="loss",
             signed=True,
             gauge_free=False,
             processed=False,
         ),
         Column(
             "kv_value_slope",
-            ("group_gradient_square",),
-            np.negative,
-            "−Σ_j ‖Σ_heads of the group m_j‖²: the step that grouped heads can really take",
+            ("group_gradient_square", "queries"),
+            _slope,
+            "−(1/n) Σ_j ‖Σ_heads of the group m_j‖²: the step that grouped heads can really take",
             "what a step of the values would gain, all query heads of a group together",
-            unit="loss per unit step",
+            unit="loss",
             signed=True,
             gauge_free=False,
             processed=False,

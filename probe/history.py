@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..hooks.errors import BadInput, BadRequest
+from .older import per_row
 from .whole_file import whole_file
 
-FORMAT = 1
+FORMAT, OLDEST = 3, 1  # 1: six columns were not yet divided by the number of query rows; 2 was never written
 _MARK = b"advantage_probe"
 
 
@@ -44,12 +45,18 @@ def _told(part: Path) -> dict[str, Any]:
         told = json.loads((pq.read_schema(part).metadata or {})[_MARK])
     except (KeyError, ValueError, OSError, pa.ArrowInvalid) as error:
         raise BadInput(f"{str(part)!r} is not part of a history that this library wrote; remove it.") from error
-    if told["format"] != FORMAT:
+    if told["format"] not in (OLDEST, FORMAT):
         raise BadInput(
-            f"The history {str(part.parent)!r} has format {told['format']}, this version writes {FORMAT}; "
-            "give a new folder."
+            f"The history {str(part.parent)!r} has format {told['format']}, this version reads {OLDEST} and {FORMAT}; "
+            "give a new folder, or install a newer version."
         )
     return told
+
+
+def _rows(part: Path) -> pd.DataFrame:
+    """The rows of a file, as the columns mean today."""
+    rows = pq.read_table(part).to_pandas()
+    return per_row(rows) if _told(part)["format"] == OLDEST else rows
 
 
 def read_history(folder: str | os.PathLike[str]) -> tuple[list[pd.DataFrame], str]:
@@ -64,7 +71,7 @@ def read_history(folder: str | os.PathLike[str]) -> tuple[list[pd.DataFrame], st
     models = {str(_told(part)["model"]) for part in parts}
     if len(models) > 1:
         raise BadInput(f"{str(folder)!r} mixes histories of {' and '.join(sorted(models))}; keep a folder for each.")
-    return [pq.read_table(part).to_pandas() for part in parts], models.pop()
+    return [_rows(part) for part in parts], models.pop()
 
 
 class History:
@@ -92,6 +99,11 @@ class History:
                 raise BadInput(f"The history folder {str(folder)!r} holds {strangers[0]!r}; give a folder of its own.")
         for part in self.parts:
             self._check(part)
+            if _told(part)["format"] == OLDEST:
+                raise BadInput(
+                    f"The history {str(folder)!r} was begun by an earlier version, whose columns were not divided by the "
+                    f"number of query rows; run `advantage-probe convert {folder}` and go on."
+                )
 
     @property
     def parts(self) -> list[Path]:
@@ -117,14 +129,7 @@ class History:
                 f"Another watch writes its steps into the history {str(self.folder)!r}; give every watch, and every "
                 "process of a distributed run, a folder of its own."
             )
-        self._write(rows)
-
-    def _write(self, rows: pd.DataFrame) -> None:
-        table = _plain(pa.Table.from_pandas(rows, preserve_index=False))
-        told = json.dumps({"format": FORMAT, "model": self.model, "columns": self.columns}).encode()
-        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _MARK: told})
-        with whole_file(self.folder / _name(rows)) as partial:
-            pq.write_table(table, partial, row_group_size=max(1, len(rows)))
+        _write(self.folder / _name(rows), rows, self.model, self.columns)
 
     def cut(self, step: int) -> None:
         """Take out every row from `step` on."""
@@ -136,7 +141,7 @@ class History:
             if kept.empty:
                 part.unlink()
             else:
-                self._write(kept)
+                _write(self.folder / _name(kept), kept, self.model, self.columns)
 
     def read(self) -> list[pd.DataFrame]:
         """The rows of every file, in the order of their steps."""
@@ -167,3 +172,27 @@ class History:
                 f"The history {str(self.folder)!r} already holds steps up to {last}; call watch.seek(step) with the step "
                 "that the run resumes at, or give another folder."
             )
+
+
+def convert(folder: str | os.PathLike[str]) -> int:
+    """Rewrite a history of an earlier format as one of this format; returns how many of its files were old.
+
+    Every file is put in place whole; a conversion that was interrupted goes on when it is called again.
+
+    Raises:
+        BadInput: where the folder holds no history, or a file of it is damaged.
+    """
+    read_history(folder)  # every file can be read, before one is changed
+    old = [part for part in sorted(Path(folder).glob("part-*.parquet")) if _told(part)["format"] == OLDEST]
+    for part in old:
+        told = _told(part)
+        _write(part, _rows(part), told["model"], told["columns"])
+    return len(old)
+
+
+def _write(part: Path, rows: pd.DataFrame, model: str, columns: list[str]) -> None:
+    table = _plain(pa.Table.from_pandas(rows, preserve_index=False))
+    told = json.dumps({"format": FORMAT, "model": model, "columns": columns}).encode()
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), _MARK: told})
+    with whole_file(part) as partial:
+        pq.write_table(table, partial, row_group_size=max(1, len(rows)))

@@ -14,7 +14,6 @@ import torch
 from ..hooks.call import AttentionCall, CallSite
 from ..hooks.errors import LawViolated, MergeRefused
 from ..hooks.site import Site
-from . import bootstrap
 from .columns import INDEX
 from .documents import units
 from .edges import TopEdges
@@ -210,7 +209,7 @@ class State:
         units_ = identities if found is None else found.identities
         if scale != 1.0:
             sums = sums * scale**-DEGREE
-        entry.sums.add(sums, bootstrap.weights(units_))
+        entry.sums.add(sums, units_)
         if singly:
             sound = torch.isfinite(sums).all(-1).all(0)[:, None]
             for identity, part in zip(units_, torch.where(sound, sums, 0.0), strict=True):

@@ -9,7 +9,9 @@ Shapes: B batch, H query heads, K key/value heads, S key positions, V value widt
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from ..hooks.call import AttentionCall
 from ..hooks.errors import MergeRefused
 from . import bootstrap
-from .columns import SUMS, SUMS_OF_ROWS, Array, columns
+from .columns import COLUMNS, HEADS, SUMS, SUMS_OF_ROWS, Array, columns
 from .documents import Units, split
 from .law.vectors import Vectors
 
@@ -80,13 +82,15 @@ class Sums:
     """The sums of one module, use and delivery: (H,C), with R bootstrap replicates (R,H,C) unless `replicates` is None.
 
     `bad_steps` (H,): in how many steps a head had non-finite numbers, which were left out. `imprecise`: law_residual above
-    which a head's status says so, by the precision of the kernel's output.
+    which a head's status says so, by the precision of the kernel's output. `sequences`: identities of the sequences that
+    were summed, up to `bootstrap.MANY` of them.
     """
 
     total: Tensor
     replicates: Tensor | None
     bad_steps: Tensor
     imprecise: float = 1e-5
+    sequences: frozenset[int] = frozenset()
     bad_now: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,20 +102,25 @@ class Sums:
         replicates = torch.zeros(bootstrap.REPLICATES, heads, len(SUMS), dtype=torch.float64) if replicated else None
         return cls(zeros, replicates, torch.zeros(heads, dtype=torch.long))
 
-    def add(self, sums: Tensor, weights: Tensor) -> None:
+    def add(self, sums: Tensor, identities: Sequence[int]) -> None:
         """Add one call.
 
         Args:
             sums: (B,H,C) of `sequence_sums`; heads with a non-finite number are flagged and left out.
-            weights: (R,B) of `bootstrap.weights`.
+            identities: of the B sequences.
         """
+        self._note(identities)
         bad = ~torch.isfinite(sums).all(-1).all(0)
         if bad.any():
             sums = sums.masked_fill(bad[None, :, None], 0.0)
             self.bad_now |= bad
         self.total += sums.sum(0)
         if self.replicates is not None:
-            self.replicates += (weights @ sums.flatten(1)).view_as(self.replicates)
+            self.replicates += (bootstrap.weights(identities) @ sums.flatten(1)).view_as(self.replicates)
+
+    def _note(self, identities: Iterable[int]) -> None:
+        if len(self.sequences) < bootstrap.MANY:
+            self.sequences = frozenset(islice(self.sequences.union(identities), bootstrap.MANY))
 
     def close_step(self) -> None:
         self.bad_steps += self.bad_now
@@ -138,18 +147,27 @@ class Sums:
         self.total += other.total
         self.bad_steps += other.bad_steps + other.bad_now
         self.imprecise = max(self.imprecise, other.imprecise)
+        self._note(other.sequences)
         if self.replicates is not None and other.replicates is not None:
             self.replicates += other.replicates
 
     def copy(self, *, replicated: bool = True) -> Sums:
         replicates = self.replicates.clone() if replicated and self.replicates is not None else None
-        return Sums(self.total.clone(), replicates, self.bad_steps + self.bad_now, self.imprecise)
+        return Sums(self.total.clone(), replicates, self.bad_steps + self.bad_now, self.imprecise, self.sequences)
 
     def columns(self) -> dict[str, Array]:
         """Every column of the heads table, (H,) each."""
         return columns(self.total.numpy())
 
     def intervals(self) -> dict[str, tuple[Array, Array]]:
-        """Lower and upper end of the 95 % percentile interval of every column, (H,) each."""
+        """Lower and upper end of the 95 % interval of every column, (H,) each; NaN below `bootstrap.FEWEST` sequences."""
         assert self.replicates is not None
-        return {name: bootstrap.interval(values) for name, values in columns(self.replicates.numpy()).items()}
+        return intervals(self.total.numpy(), self.replicates.numpy(), len(self.sequences))
+
+
+def intervals(
+    total: Array, replicates: Array, sequences: int, names: Sequence[str] = HEADS
+) -> dict[str, tuple[Array, Array]]:
+    """Ends of the 95 % interval of columns, from the sums (H,C) of so many sequences and their replicates (R,H,C)."""
+    values, drawn = columns(total, names), columns(replicates, names)
+    return {name: bootstrap.interval(values[name], drawn[name], sequences, scale=COLUMNS[name].scale) for name in names}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..hooks.sequences import NON_TOKENS
 from ..hooks.site import Site
+from . import bootstrap
 from .columns import HEADS, INDEX, KEY_ROWS, QUERY_ROWS, SUMS
 from .edges import EdgeRows, TopEdges
 from .state import Entry, Key, State, Step, label, shared_modules
@@ -22,7 +23,7 @@ from .statistics import Sums
 from .tokens import Side
 
 CAPTURED, NO_SOFTMAX, NO_CALL = "softmax attention", "no softmax attention", "no attention call was seen"
-_LABELS = ("module", "label", "stack", "kind", "status", "side", "direction")
+_LABELS = ("module", "label", "stack", "kind", "status", "interval", "side", "direction")
 _INTEGERS = ("use", "backward", "head", "layer", "kv_head", "queries", "step", "position", "token_id", "sequence")
 _PAIRS = ("query_position", "key_position", "query_token_id", "key_token_id", "rank", "keys")
 
@@ -109,6 +110,8 @@ def heads(state: State, *, intervals: bool = False, backward: int = 0) -> pd.Dat
                 table[f"{name}_low"] = np.where(hidden, np.nan, ends[name][0])
                 table[f"{name}_high"] = np.where(hidden, np.nan, ends[name][1])
         table["status"] = _status(entry.sums, entry.reachable)
+        if intervals:
+            table["interval"] = bootstrap.told(len(entry.sums.sequences))
         tables.append(pd.DataFrame(table))
     return _typed(_stacked(tables, [*_identity(_NOBODY, 0, 1), *HEADS, "status"]))
 

@@ -200,7 +200,8 @@ class Watch:
 
         Args:
             step: "all" pools the steps; a number selects one closed step.
-            intervals: add `_low` and `_high` to every column: pointwise 95 % percentile intervals over sequences.
+            intervals: add `_low` and `_high` to every column, pointwise 95 % intervals over sequences, and `interval`:
+                "ok", "few: …" below 30 sequences, "none: …" below 12, where there is none.
             backward: 0 for the first gradient that came back to each call, 1 for the second (`retain_graph`), …
 
         Raises:

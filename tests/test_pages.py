@@ -186,7 +186,7 @@ def every_table_is_explained(place: Path) -> None:
         found = {name for name in pd.read_parquet(file).columns if not re.fullmatch(r"update_[1-9]\d*", name)}
         assert found - identity == names - identity, table
     heads = {re.sub("_(low|high)$", "", name) for name in pd.read_parquet(folders[0] / "heads.parquet").columns}
-    assert heads - identity - {"status"} == set(HEADS)
+    assert heads - identity - {"status", "interval"} == set(HEADS)
     sums = pd.read_parquet(folders[0] / "sequences.parquet").columns
     assert set(sums) - identity - {"sequence"} == set(SUMS)
     told = set(re.search(r"^\| history \| ([\w, ]+) \|", page, re.M)[1].replace(" ", "").split(","))  # type: ignore[index]

@@ -15,7 +15,7 @@ from .options import Run as Folder
 
 def add_run_commands(app: typer.Typer) -> None:
     """Add the commands of this file to the command line."""
-    for command in (compare, report, cite, doctor):
+    for command in (compare, report, cite, convert, doctor):
         app.command()(command)
 
 
@@ -90,6 +90,18 @@ def cite(run: Folder) -> None:
     from ..runs.stored import open_run
 
     print(citation(open_run(run).record))
+
+
+def convert(
+    folder: Annotated[Path, typer.Argument(help="A run or a history that an earlier version wrote.")],
+) -> None:
+    """Rewrite a folder of an earlier version as this version writes it; a history can then be gone on with.
+
+    Example: advantage-probe convert runs/history
+    """
+    from ..runs.convert import convert as converted
+
+    print(converted(folder))
 
 
 def doctor(as_json: Json = False) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ...probe import bootstrap
 from ...probe.columns import SUMS, columns, columns_of
 from ...probe.state import without_head
-from .paired import quantile
+from ...probe.student import quantile
 
 FEWEST = 12  # sequences: with fewer, a bootstrap over them is too narrow to single anything out
 LEVEL = 0.95
@@ -133,11 +133,8 @@ class Resampled:
         return self.estimating.times_median(column, self.labels.index(label))
 
 
-def resampled(sequences: pd.DataFrame) -> Resampled | None:
-    """Replicates over the sequences of a run; None when it kept none."""
-    if sequences.empty:
-        return None
-    table = sequences.assign(module=sequences["module"].astype(str), sequence=sequences["sequence"].astype(str))
+def per_sequence(table: pd.DataFrame) -> tuple[Array, pd.DataFrame, list[str]]:
+    """The sums (N,H,C) of a sequences table, the keys of its heads, and the names of its sequences."""
     heads = table[_KEYS].drop_duplicates().reset_index(drop=True)
     place = {
         row: number for number, row in enumerate(heads[["module", "use", "head"]].itertuples(index=False, name=None))
@@ -147,6 +144,15 @@ def resampled(sequences: pd.DataFrame) -> Resampled | None:
     line = table["sequence"].map({name: number for number, name in enumerate(names)}).to_numpy()
     column = np.array([place[row] for row in table[["module", "use", "head"]].itertuples(index=False, name=None)])
     sums[line, column] = table[list(SUMS)].to_numpy(dtype=np.float64)
+    return sums, heads, names
+
+
+def resampled(sequences: pd.DataFrame) -> Resampled | None:
+    """Replicates over the sequences of a run; None when it kept none."""
+    if sequences.empty:
+        return None
+    table = sequences.assign(module=sequences["module"].astype(str), sequence=sequences["sequence"].astype(str))
+    sums, heads, names = per_sequence(table)
     weights = bootstrap.weights([int(name, 16) for name in names]).numpy()
     # names are digests of the tokens, so that every other one of them in order is a draw that the text does not decide
     picks = np.arange(len(names)) % 2 == 0

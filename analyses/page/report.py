@@ -13,7 +13,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from ...hooks.errors import BadRequest
+from ...probe.bootstrap import told
 from ...probe.watch import Watch
 from ..files.export import write_text
 from ..intervals.resampled import resampled
@@ -112,7 +115,7 @@ def html(run: Run) -> str:
         sentences=sentences(record, run.heads, run.edges, found, run.more),
         columns=[entry["name"] for entry in data["columns"]],
         columns_of=record.get("columns_of"),
-        intervals=f"Brackets: pointwise 95 % bootstrap intervals over {found.sequences} sequences." if found else "",
+        intervals=_of_intervals(run.sequences),
         elsewhere="The history holds" if training else "The files beside this page hold",
         pairs_of="over all observed steps" if training else "over all windows; the files hold more",
         left_out=left_out(run, data),
@@ -121,6 +124,17 @@ def html(run: Run) -> str:
         script=script(environment),
         plotly=library,
     )
+
+
+def _of_intervals(sequences: pd.DataFrame) -> str:
+    """What the brackets of the table are, or why there are none."""
+    count = sequences["sequence"].nunique() if len(sequences) else 0
+    if not count:
+        return ""
+    said = told(count)
+    if said.startswith("none"):
+        return f"No intervals: {said.removeprefix('none: ')}."
+    return f"Brackets: pointwise 95 % intervals over {count} sequences{', which are few' if said != 'ok' else ''}."
 
 
 def script(environment: Any) -> Any:

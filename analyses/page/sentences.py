@@ -29,7 +29,7 @@ def share_by_layer(sample: Sample, layers: list[str]) -> list[tuple[str, float, 
         all_of_it, of_replicates = np.nansum(whole), np.nansum(drawn, axis=1)
         for layer in dict.fromkeys(layers):
             there = names == layer
-            low, high = bootstrap.interval((np.nansum(drawn[:, there], axis=1) / of_replicates)[:, None])
+            low, high = bootstrap.percentiles((np.nansum(drawn[:, there], axis=1) / of_replicates)[:, None])
             rows.append((layer, float(np.nansum(whole[there]) / all_of_it), float(low[0]), float(high[0])))
     return sorted(rows, key=lambda row: -row[1])
 
@@ -149,7 +149,7 @@ def routing_or_content(found: Resampled | None) -> str:
             f"Routing or content: not distinguishable with {counted(found.sequences, 'sequence')}; about {FEWEST} would be "
             "needed for an interval."
         )
-    low, high = (float(end[0]) for end in bootstrap.interval(replicates[:, None]))
+    low, high = (float(end[0]) for end in bootstrap.percentiles(replicates[:, None]))
     verdict = "content" if low > 1 else "routing" if high < 1 else None
     settled, known = found.whole.not_told_from_zero("alignment")
     pull = f"the loss pulls harder on {verdict}" if verdict else "it is not told on which the loss pulls harder"

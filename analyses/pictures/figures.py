@@ -21,8 +21,8 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from ...hooks.errors import BadRequest
+from ...probe.student import quantile
 from ..files.export import new_file, write_table, write_text
-from ..intervals.paired import quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

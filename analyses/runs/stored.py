@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from ...hooks.errors import BadInput
+from ...probe import bootstrap
+from ...probe.older import ROOTS, SLOPES, per_row
+from ...probe.statistics import intervals
+from ..intervals.resampled import per_sequence
 from .maps import Maps
 from .run import Run
 
-FORMAT = 2
+FORMAT, OLDER = 3, 2  # of 2 six columns were not yet divided by the number of query rows
 FRAMES = ("heads", "tokens", "edges", "updates", "sequences")
 # frames that a run has when its model allows them, or when it is a training run
 MORE = ("agreement", "vocabulary", "manifold", "history", "truth")
@@ -50,14 +55,18 @@ def open_run(folder: str | Path) -> Run:
     if not isinstance(record, dict):
         raise BadInput(f"{str(path / 'run.json')!r} is damaged (it holds no record); analyse again.")
     version = record.get("format")
-    if version != FORMAT:
+    if version not in (FORMAT, OLDER):
         made = record.get("advantage_probe", "unknown")
         newer = isinstance(version, int) and version > FORMAT
         remedy = "install a newer version" if newer else "analyse the text again with this version"
         raise BadInput(
-            f"{str(folder)!r} has format {version!r} (written by version {made}), this version reads {FORMAT}; {remedy}."
+            f"{str(folder)!r} has format {version!r} (written by version {made}), this version reads {OLDER} and {FORMAT}; "
+            f"{remedy}."
         )
     frames = {name: _table(path, name) for name in FRAMES}
+    if version == OLDER:
+        frames["heads"] = _today(frames["heads"], frames["sequences"])
+        record["converted_from"] = OLDER
     more = {name: _table(path, name) for name in MORE if (path / f"{name}.parquet").exists()}
     return Run(**frames, record=record, maps=Maps.load(path / "maps.safetensors"), more=more, folder=path)
 
@@ -74,4 +83,21 @@ def _table(folder: Path, name: str) -> pd.DataFrame:
     missing = _NEEDED[name] - set(table.columns)
     if missing:
         raise BadInput(f"{str(file)!r} lacks the column {sorted(missing)[0]!r}; analyse again.")
+    return table
+
+
+def _today(heads: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
+    """The heads of a run of format 2 as the columns mean today; intervals are taken anew from its sequences."""
+    table = per_row(heads)
+    if sequences.empty:
+        return table
+    sums, keys, names = per_sequence(sequences)
+    weights = bootstrap.weights([int(name, 16) for name in names]).numpy()
+    found = intervals(sums.sum(0), np.tensordot(weights, sums, 1), len(names), (*ROOTS, *SLOPES))
+    own = pd.MultiIndex.from_frame(table[list(keys.columns)].astype(keys.dtypes.to_dict()))
+    place = pd.MultiIndex.from_frame(keys).get_indexer(own)
+    for name, ends in found.items():
+        for end, values in zip(("low", "high"), ends):
+            if f"{name}_{end}" in table:
+                table[f"{name}_{end}"] = np.where(place >= 0, values[place], np.nan)
     return table

@@ -229,8 +229,9 @@ def test_pressures_are_the_laws_own(examined: list[dynamics.Examined], folder: P
     for layer, head in enumerate(found.values()):
         for place in range(2):
             own = table[(table["step"] == 10) & (table["layer"] == layer) & (table["head"] == place)].iloc[0]
-            routing = float(head.score_gradient[:, place].norm())
-            content = float(head.value_gradient[:, place].norm())
+            rows = head.attention.shape[0] * head.attention.shape[2]
+            routing = float(head.score_gradient[:, place].norm()) / rows**0.5
+            content = float(head.value_gradient[:, place].norm()) / rows**0.5
             rms = float(head.value[:, place].square().sum(-1).mean().sqrt())
             assert own["routing_pressure"] == pytest.approx(routing, rel=1e-3)
             assert own["content_relative"] == pytest.approx(content * rms, rel=1e-3)

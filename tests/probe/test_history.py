@@ -122,7 +122,7 @@ def test_histories_of_other_runs_models_and_columns_are_refused(tmp_path) -> Non
     told = table.schema.metadata[b"advantage_probe"]
     for old, new, message in (
         (b'"attention_entropy"', b'"another_column"', "other columns"),
-        (b'"format": 1', b'"format": 99', "has format 99, this version writes 1"),
+        (b'"format": 3', b'"format": 9', "has format 9, this version reads 1 and 3"),
     ):
         changed = (
             told.replace(b'"attention_entropy"', b'"another_column"') if old == b'"entropy' else told.replace(old, new)

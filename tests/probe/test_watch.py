@@ -106,8 +106,11 @@ def test_pooled_sums_are_the_sums_of_the_steps() -> None:
         for step in range(3):
             backward(model, step)
             watch.step(1.0)
-    squares = watch.history().groupby(["module", "head"], observed=True)["score_slope"].sum()
-    pooled = watch.heads().set_index(["module", "head"])["score_slope"]
+    steps = watch.history()
+    steps["square"] = steps["score_slope"] * steps["queries"].astype(float)
+    squares = steps.groupby(["module", "head"], observed=True)["square"].sum()
+    table = watch.heads().set_index(["module", "head"])
+    pooled = table["score_slope"] * table["queries"].astype(float)
     assert (squares - pooled).abs().max() < 1e-12
 
 
@@ -168,7 +171,7 @@ def test_token_rows_sum_to_the_heads_table() -> None:
     assert queries["entropy"].mean().tolist() == pytest.approx(table["attention_entropy"].tolist())
     assert queries["advantage_missed"].mean().tolist() == pytest.approx(table["advantage_missed"].tolist())
     squares = keys["update_norm"].apply(lambda column: (column**2).sum())
-    assert squares.tolist() == pytest.approx((-table["value_slope"]).tolist())
+    assert squares.tolist() == pytest.approx((-table["value_slope"] * table["queries"].astype(float)).tolist())
     assert keys["usage"].sum().tolist() == pytest.approx([18.0] * 8)
 
 
