@@ -405,5 +405,6 @@ EDGE_ROWS: dict[str, Field] = {
         Field("advantage", 1, "loss", "A_ij"),
         Field("compatibility", 1, "loss", "b_ij"),
         Field("score_gradient", 1, "loss", "D_ij"),
+        Field("knockout", 1, "loss", "ΔL to first order when the edge is removed and the row renormalised: −D/(1 − α)"),
     )
 }

@@ -1,11 +1,11 @@
-"""The strongest score gradients: which (query, key) pairs the loss wants more, or less, attention on.
+"""The strongest pairs over everything that was added: kept per head and direction, by sequence, position and token.
 
-Shapes: B batch, H query heads, k edges kept; inside a block b, h, r, s as in `blockwise.py`.
+Shapes: B batch, H query heads, k edges kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -13,64 +13,7 @@ from torch import Tensor
 
 from ..hooks.sequences import Sequences
 from .columns import EDGE_ROWS
-
-
-@dataclass(frozen=True, eq=False)
-class Edges:
-    """Edges of one direction, strongest first along the last axis; unused places hold a score gradient of 0.
-
-    Attributes, all (B,H,k):
-        query, key: positions. score_gradient: D_ij. attention: α_ij. advantage: A_ij.
-        compatibility: b_ij.
-    """
-
-    query: Tensor
-    key: Tensor
-    score_gradient: Tensor
-    attention: Tensor
-    advantage: Tensor
-    compatibility: Tensor
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Edges:
-        return Edges(*(change(getattr(self, field.name)) for field in fields(self)))
-
-
-def join(parts: Sequence[Edges], axis: int) -> Edges:
-    """Edges side by side along `axis`."""
-    return Edges(*(torch.cat([getattr(part, field.name) for part in parts], axis) for field in fields(Edges)))
-
-
-def strongest(parts: Sequence[Edges], k: int) -> Edges:
-    """The k edges of `parts` with the largest |D|, per batch row and head."""
-    joined = join(parts, -1)
-    index = joined.score_gradient.abs().topk(min(k, joined.query.shape[-1]), dim=-1).indices
-    return joined.map(lambda tensor: tensor.gather(-1, index))
-
-
-def of_block(
-    score_gradient: Tensor, attention: Tensor, advantage: Tensor, expected: Tensor, start: int, low: int, k: int
-) -> tuple[Edges, Edges]:
-    """The k most negative D of a block (attention will rise: routed) and the k most positive (anti-routed).
-
-    Args:
-        score_gradient, attention, advantage: (b,h,r,s), for queries from `start` and keys from `low` on.
-        expected (b,h,r): E_i.
-    """
-    flat = score_gradient.flatten(2)
-    width = score_gradient.shape[-1]
-
-    def side(sign: float) -> Edges:
-        strength, index = (sign * flat).clamp(min=0).topk(min(k, flat.shape[-1]), dim=-1)
-        return Edges(
-            index // width + start,
-            index % width + low,
-            sign * strength,
-            attention.flatten(2).gather(-1, index),
-            kept := advantage.flatten(2).gather(-1, index),
-            expected.gather(-1, index // width) - kept,
-        )
-
-    return side(-1.0), side(1.0)
+from .law.strongest import Edges, RankBy
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +21,8 @@ class EdgeRows:
     """Kept edges of one direction, strongest first along the last axis, named as in the edges table.
 
     Attributes, all (H,k): sequence: place in `TopEdges.sequences`. query_position, key_position, query_token_id,
-        key_token_id (−1: no token): int64. score_gradient, attention, advantage, compatibility: float64; an unused place
-        holds a score gradient of 0.
+        key_token_id (−1: no token): int64. score_gradient, attention, advantage, compatibility, knockout: float64; an
+        unused place holds a score gradient of 0.
     """
 
     sequence: Tensor
@@ -91,6 +34,7 @@ class EdgeRows:
     attention: Tensor
     advantage: Tensor
     compatibility: Tensor
+    knockout: Tensor
 
     @classmethod
     def empty(cls, heads: int) -> EdgeRows:
@@ -104,9 +48,10 @@ class EdgeRows:
         """These and others of the same heads."""
         return EdgeRows(*(torch.cat([getattr(self, f.name), getattr(other, f.name)], 1) for f in fields(self)))
 
-    def cut(self, capacity: int) -> EdgeRows:
+    def cut(self, capacity: int, rank_by: RankBy) -> EdgeRows:
         """The strongest `capacity` of every head; of equals those that came first."""
-        order = self.score_gradient.abs().sort(dim=-1, descending=True, stable=True).indices[:, :capacity]
+        strength = getattr(self, rank_by).abs().nan_to_num(0.0)
+        order = strength.sort(dim=-1, descending=True, stable=True).indices[:, :capacity]
         return self.map(lambda column: column.gather(1, order))
 
 
@@ -121,17 +66,18 @@ def _ids(ids: Tensor | None, positions: Tensor) -> Tensor:
 class TopEdges:
     """The strongest edges of one module and use over everything that was added, per direction and head.
 
-    `sequences`: identities that the rows' `sequence` counts.
+    `sequences`: identities that the rows' `sequence` counts. `rank_by`: what is strong.
     """
 
     capacity: int
     routed: EdgeRows
     anti_routed: EdgeRows
     sequences: list[int]
+    rank_by: RankBy = "score_gradient"
 
     @classmethod
-    def empty(cls, heads: int, capacity: int) -> TopEdges:
-        return cls(capacity, EdgeRows.empty(heads), EdgeRows.empty(heads), [])
+    def empty(cls, heads: int, capacity: int, rank_by: RankBy = "score_gradient") -> TopEdges:
+        return cls(capacity, EdgeRows.empty(heads), EdgeRows.empty(heads), [], rank_by)
 
     def add(self, edges: tuple[Edges, Edges], sequences: Sequences, positions: tuple[Tensor, Tensor]) -> None:
         """Add the edges of one call; `positions` (B,Q) and (B,S) are those that token rows show."""
@@ -139,7 +85,8 @@ class TopEdges:
         self.sequences.extend(sequences.identities)
         new = [_rows(one, sequences, positions, offset) for one in edges]
         self.routed, self.anti_routed = (
-            kept.beside(rows).cut(self.capacity) for kept, rows in zip((self.routed, self.anti_routed), new)
+            kept.beside(rows).cut(self.capacity, self.rank_by)
+            for kept, rows in zip((self.routed, self.anti_routed), new)
         )
         self._forget()
 
@@ -164,16 +111,15 @@ class TopEdges:
         offset = len(self.sequences)
         self.sequences = [*self.sequences, *other.sequences]
         self.routed, self.anti_routed = (
-            ours.beside(replace(theirs, sequence=theirs.sequence + offset)).cut(self.capacity)
+            ours.beside(replace(theirs, sequence=theirs.sequence + offset)).cut(self.capacity, self.rank_by)
             for ours, theirs in ((self.routed, other.routed), (self.anti_routed, other.anti_routed))
         )
         if self.sequences:
             self._forget()
 
     def copy(self) -> TopEdges:
-        return TopEdges(
-            self.capacity, self.routed.map(Tensor.clone), self.anti_routed.map(Tensor.clone), list(self.sequences)
-        )
+        routed, anti_routed = self.routed.map(Tensor.clone), self.anti_routed.map(Tensor.clone)
+        return TopEdges(self.capacity, routed, anti_routed, list(self.sequences), self.rank_by)
 
 
 def _rows(edges: Edges, sequences: Sequences, positions: tuple[Tensor, Tensor], offset: int) -> EdgeRows:
@@ -188,6 +134,6 @@ def _rows(edges: Edges, sequences: Sequences, positions: tuple[Tensor, Tensor], 
         other,
         _ids(sequences.query_ids, edges.query),
         _ids(sequences.key_ids, edges.key),
-        *(getattr(edges, name).double() for name in ("score_gradient", "attention", "advantage", "compatibility")),
+        *(getattr(edges, field.name).double() for field in fields(EdgeRows) if field.name in EDGE_ROWS),
     ).map(lambda column: column.cpu().transpose(0, 1).flatten(1))
     return replace(found, score_gradient=torch.where(torch.isfinite(found.score_gradient), found.score_gradient, 0.0))

@@ -25,6 +25,7 @@ from . import tables
 from .columns import COLUMNS
 from .history import History
 from .law import compiled_block
+from .law.strongest import RankBy
 from .law.vectors import Vectors
 from .state import State, Step
 from .statistics import Sums
@@ -42,7 +43,8 @@ class Options:
         detail: "heads" keeps sums per head; "tokens" also a row per query and key token; "edges" also the strongest
             (query, key) pairs.
         every: observe every n-th optimizer step (steps are closed by `step()`).
-        edges: how many edges per head and direction to keep.
+        edges: how many edges per head and direction to keep; rank_by: the strongest by "score_gradient" (D, where the loss
+            pulls) or by "knockout" (what removing the edge would do to the loss).
         scaler: the GradScaler in use, so that u can be unscaled; without it u is taken as it comes.
         reach_all: give calls a gradient path where the model's own graph has none (frozen layers before the first
             trainable one). Entirely frozen models need nothing.
@@ -76,6 +78,7 @@ class Options:
     fused: bool = False
     compiled: bool = False
     singly: bool = False
+    rank_by: RankBy = "score_gradient"
 
     def __post_init__(self) -> None:
         if self.detail not in ("heads", "tokens", "edges"):
@@ -86,6 +89,8 @@ class Options:
             raise BadRequest(f"edges must be a whole number, at least 1, not {self.edges!r}.")
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
             raise BadRequest("scaler must be a GradScaler: an object with get_scale().")
+        if self.rank_by not in ("score_gradient", "knockout"):
+            raise BadRequest(f'rank_by must be "score_gradient" or "knockout", not {self.rank_by!r}.')
         for name in ("layers", "heads"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
 
@@ -160,6 +165,7 @@ class Recorder:
             return self.open.add(
                 call,
                 edges=self.options.edges if self.options.detail == "edges" else 0,
+                rank_by=self.options.rank_by,
                 tokens=self.options.detail in ("tokens", "edges"),
                 singly=self.options.singly,
                 scale=scale * (self._weighed or 1.0),

@@ -17,7 +17,8 @@ from ..hooks.site import Site
 from .columns import INDEX
 from .documents import units
 from .edges import TopEdges
-from .law import blocks as blockwise
+from .law import blocks
+from .law.strongest import RankBy
 from .law.vectors import Vectors
 from .statistics import DEGREE, Sums, sequence_sums
 from .tokens import Tokens, positions, token_rows
@@ -175,6 +176,7 @@ class State:
         call: AttentionCall,
         *,
         edges: int = 0,
+        rank_by: RankBy = "score_gradient",
         tokens: bool = False,
         singly: bool = False,
         scale: float = 1.0,
@@ -184,16 +186,16 @@ class State:
         """Add one call; returns its vectors, with ∂L/∂q and ∂L/∂k if `gradients`.
 
         Args:
-            edges: how many edges per head and direction to keep; tokens: whether to keep token rows.
+            edges: how many edges per head and direction to keep, and rank_by: which; tokens: whether to keep token rows.
             singly: whether to keep the sums of every sequence.
-            scale: the loss scale that u carries; it is taken out. compiled: see `blockwise.vectors`.
+            scale: the loss scale that u carries; it is taken out. compiled: see `blocks.vectors`.
 
         Raises:
             LawViolated: when the recomputed weights do not reproduce the kernel's output.
         """
         if call.hidden:  # α is known, w is not: nothing that u enters can be said
             call, edges, tokens = replace(call, upstream=torch.zeros_like(call.upstream)), 0, False
-        rows = blockwise.vectors(call, edges=edges, tokens=tokens, gradients=gradients, compiled=compiled)
+        rows = blocks.vectors(call, edges=edges, rank_by=rank_by, tokens=tokens, gradients=gradients, compiled=compiled)
         found = units(call)
         sums = sequence_sums(call, rows, found)
         heads = call.query.shape[1]
@@ -219,10 +221,10 @@ class State:
         if not call.hidden:
             entry.updates.add(rows, scale)
         if edges and rows.edges is not None:
-            strongest = TopEdges.empty(heads, edges)
+            strongest = TopEdges.empty(heads, edges, rank_by)
             strongest.add(rows.edges, call.sequences, positions(call))
             strongest.divide(scale)
-            entry.edges = entry.edges or TopEdges.empty(heads, edges)
+            entry.edges = entry.edges or TopEdges.empty(heads, edges, rank_by)
             entry.edges.merge(strongest)
         if tokens:
             shown = Tokens([token_rows(call, rows)])

@@ -159,6 +159,7 @@ EDGES = (
     "compatibility",
     "alpha_b",
     "score_gradient",
+    "knockout",
 )
 HISTORY = [
     "step",

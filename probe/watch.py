@@ -183,10 +183,11 @@ class Watch:
             raise MergeRefused(f"merge() takes a watch or a state, not {type(other).__name__}.")
         if isinstance(other, Watch):
             theirs, ours = other.options, self.options
-            if (theirs.detail, theirs.edges) != (ours.detail, ours.edges):
+            if (theirs.detail, theirs.edges, theirs.rank_by) != (ours.detail, ours.edges, ours.rank_by):
                 raise MergeRefused(
-                    f'A watch with detail="{theirs.detail}", edges={theirs.edges} cannot be merged into one with '
-                    f'detail="{ours.detail}", edges={ours.edges}; open both alike.'
+                    f'A watch with detail="{theirs.detail}", edges={theirs.edges}, rank_by="{theirs.rank_by}" cannot be '
+                    f'merged into one with detail="{ours.detail}", edges={ours.edges}, rank_by="{ours.rank_by}"; open both '
+                    "alike."
                 )
         self.state().merge(state)  # refused here, nothing has changed yet
         with self._recorder.lock:

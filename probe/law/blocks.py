@@ -19,9 +19,9 @@ from torch import Tensor
 from ...hooks.call import AttentionCall
 from ...hooks.errors import BadRequest, UnsupportedKernel
 from ...hooks.visibility import HIDDEN
-from ..edges import Edges, join, of_block, strongest
 from . import compiled_block, triton_block
 from .row_sums import ROWS, table
+from .strongest import Edges, RankBy, Scored, join, of_block, strongest
 from .vectors import Vectors
 
 BLOCK_ENTRIES = 1 << 19  # scores held at once: a few buffers of this size stay in the cache
@@ -58,6 +58,7 @@ def vectors(
     call: AttentionCall,
     *,
     edges: int = 0,
+    rank_by: RankBy = "score_gradient",
     tokens: bool = True,
     gradients: bool = False,
     compiled: bool = False,
@@ -67,7 +68,7 @@ def vectors(
 
     Args:
         call: one attention call.
-        edges: how many of the strongest score gradients of either direction to keep per batch row and head.
+        edges: how many of the strongest edges of either direction to keep per batch row and head. rank_by: what is strong.
         tokens: also what only token rows show, `spread`; without it that is 0.
         gradients: also ∂L/∂q and ∂L/∂k, for calls whose every row counts and that have no cap.
         compiled: what lies between the products by `compiled_block.py`, on the CPU, where it knows the kind of call.
@@ -79,7 +80,7 @@ def vectors(
     compute_dtype(call)  # refuses what has no gradient
     if not edges and not gradients and entries == BLOCK_ENTRIES and triton_block.usable(call):
         return triton_block.vectors(call, tokens=tokens)
-    work = _Pass(call, edges, tokens, gradients, compiled)
+    work = _Pass(call, edges, rank_by, tokens, gradients, compiled)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
     routed, anti_routed = [], []
@@ -145,8 +146,10 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
 class _Pass:
     """The sums of one call, filled block by block."""
 
-    def __init__(self, call: AttentionCall, edges: int, tokens: bool, gradients: bool, compiled: bool) -> None:
-        self.call, self.edges, self.tokens = call, edges, tokens
+    def __init__(
+        self, call: AttentionCall, edges: int, rank_by: RankBy, tokens: bool, gradients: bool, compiled: bool
+    ) -> None:
+        self.call, self.edges, self.rank_by, self.tokens = call, edges, rank_by, tokens
         self.dtype, device = compute_dtype(call), call.query.device
         self.swept = compiled and not edges and device.type == "cpu" and call.sinks is None and call.weights is None
         self.batch, self.query_heads, self.queries, _ = call.query.shape
@@ -193,7 +196,7 @@ class _Pass:
                     found.append(edges)
         if not found:
             return None
-        return strongest([part[0] for part in found], self.edges), strongest([part[1] for part in found], self.edges)
+        return tuple(strongest([part[side] for part in found], self.edges, self.rank_by) for side in (0, 1))  # type: ignore[return-value]
 
     def of_heads(self, tensor: Tensor, batch: slice, heads: slice) -> Tensor:
         """What the query heads `heads` read of a (B,K,S,·) tensor: (b,h,S,·)."""
@@ -339,7 +342,9 @@ class _Pass:
         edges = None
         if self.edges:
             alive = torch.where(live[..., None], score_gradient, 0.0)
-            edges = of_block(alive, attention, -less, expected, span.start, low, self.edges)
+            b = less + expected[..., None]  # hidden keys have neither attention nor weight
+            scored = Scored(alive, attention, weights, -less, b, sink, span.start, low)
+            edges = of_block(scored, self.edges, self.rank_by)
         # A averages to 0 under α, so the best key has A ≥ 0 and the zeros of hidden keys never win; not so with sinks
         best = less
         if hidden is not None and call.sinks is not None:

@@ -8,7 +8,7 @@ One head, query i, keys j in V_i (the visible ones), after "Gradient Dynamics of
     ∂L/∂v_j  = m_j  = Σ_i w_ij u_i
     A_ij = E_i − b_ij: positive where more attention would lower the loss
 
-w is α after attention dropout, α itself without. `blockwise.py` computes the same numbers in O(T) memory; the equality
+w is α after attention dropout, α itself without. `blocks.py` computes the same numbers in O(T) memory; the equality
 of the two and of autograd, in float64, is the test of all three.
 
 Shapes: B batch, H query heads, K key/value heads, Q query positions, S key positions, D head width, V value width.
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...hooks.call import AttentionCall
 from ...hooks.visibility import HIDDEN
+from .knockout import knockout
 from .vectors import Vectors
 
 
@@ -41,6 +42,8 @@ class Law:
         raw_score_gradient: ∂L/∂ of the score before the cap, D_ij (1 − (c_ij/cap)²).
         value_gradient: (B,H,S,V) m_j of this query head alone; ∂L/∂v_j of a key/value head sums over its group.
         sink: (B,H,Q) mass on the hidden column, 1 − Σ_j α_ij.
+        knockout: ΔL to first order when key j is removed from row i and the row renormalised; NaN where hidden, or where
+            nothing would be left.
     """
 
     visible: Tensor
@@ -53,6 +56,12 @@ class Law:
     raw_score_gradient: Tensor
     value_gradient: Tensor
     sink: Tensor
+
+    @property
+    def knockout(self) -> Tensor:
+        compatibility = torch.where(self.visible, self.compatibility, 0.0)
+        found = knockout(self.attention, self.weights, compatibility, self.sink)
+        return torch.where(self.visible, found, torch.nan)
 
 
 def law(call: AttentionCall, dtype: torch.dtype | None = None) -> Law:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..edges import Edges
+from .strongest import Edges
 
 
 @dataclass(frozen=True, eq=False)

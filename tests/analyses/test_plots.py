@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from advantage_probe.analyses.files.numbers import thinned
 from advantage_probe.analyses.pictures import figures, plots
-from advantage_probe.analyses.pictures.figures import COLUMN, PAGE, Caption, limit, save, smallest_text, thinned, token
+from advantage_probe.analyses.pictures.figures import COLUMN, PAGE, Caption, limit, save, smallest_text, token
 from advantage_probe.hooks.errors import BadInput, BadRequest
 
 CAPTION = Caption("what it shows", "12 sequences", "loss", "95 % over sequences", "none", "analyze x")

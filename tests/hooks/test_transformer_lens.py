@@ -84,16 +84,16 @@ def test_a_bridge_shows_what_the_plain_model_shows(family: str, folder: Path) ->
     assert not seen.errors
     assert len(seen.calls) == len(plain.calls) > 0
     for one, other in zip(sorted(plain.calls, key=order), sorted(seen.calls, key=order)):
-        assert one.call.site.layer == other.call.site.layer
+        assert one.site.layer == other.site.layer
         assert relative(other.value, one.value) < 1e-6
         assert relative(other.upstream, one.upstream) < 1e-6
         assert float((law(other).attention - law(one).attention).abs().max()) < 1e-6
         assert other.group == one.group
-        assert other.call.site.kind == one.call.site.kind
-        if other.call.implementation == "by hand":
+        assert other.site.kind == one.site.kind
+        if other.implementation == "by hand":
             found = residuals(other)
             assert max(float(part.nan_to_num().max()) for part in (found.query, found.key, found.value)) < 1e-5
-        assert other.call.sequences.key_ids is not None or family == "t5"
+        assert other.sequences.key_ids is not None or family == "t5"
 
 
 def order(call: Any) -> tuple:
