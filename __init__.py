@@ -32,6 +32,11 @@ _WHERE = {
     "verify": ".probe.law.verify",
     "write_report": ".analyses.page.report",
     "law": ".probe.law.definition",
+    "AttentionCall": ".hooks.call",
+    "Head": ".analyses.heads.head",
+    "head": ".analyses.heads.head",
+    "heads": ".analyses.heads.table",
+    "load_head": ".analyses.heads.stored",
     "expose": ".hooks.adapters.expose",
     "State": ".probe.state",
     "ProbeError": ".hooks.errors",
@@ -47,8 +52,12 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
+    from .analyses.heads.head import Head, head
+    from .analyses.heads.stored import load_head
+    from .analyses.heads.table import heads
     from .analyses.page.report import write_report
     from .hooks.adapters.expose import expose
+    from .hooks.call import AttentionCall
     from .hooks.errors import (
         BadInput,
         BadRequest,
@@ -70,9 +79,11 @@ if TYPE_CHECKING:
     from .probe.watch import Watch, watch
 
 __all__ = [
+    "AttentionCall",
     "BadInput",
     "BadRequest",
     "ClosedWatch",
+    "Head",
     "LawViolated",
     "LightningHook",
     "MergeRefused",
@@ -88,11 +99,18 @@ __all__ = [
     "Watch",
     "__version__",
     "expose",
+    "head",
+    "heads",
     "law",
+    "load_head",
     "verify",
     "watch",
     "write_report",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -117,11 +117,16 @@ def head_map(
     """Heat map of one head over tokens: what it attends to, or what the loss wants of that.
 
     Args:
-        values (Q,S): α ("attention"), A ("advantage") or D ("score_gradient"); NaN where a key is hidden.
+        values (Q,S): α ("attention"), A ("advantage"), D ("score_gradient") or ΔL ("knockout"); NaN where a key is hidden.
         query_tokens, key_tokens: labels; thinned to at most `labels` a side.
         most: colour limit, so that maps can be compared.
     """
-    kinds = {"attention": "attention α", "advantage": "advantage A (loss)", "score_gradient": "∂L/∂score D (loss)"}
+    kinds = {
+        "attention": "attention α",
+        "advantage": "advantage A (loss)",
+        "score_gradient": "∂L/∂score D (loss)",
+        "knockout": "knock-out ΔL (loss)",
+    }
     if kind not in kinds:
         raise BadRequest(f"kind must be one of {', '.join(kinds)}, not {kind!r}.")
     grid = np.asarray(values, dtype=float)
