@@ -71,6 +71,7 @@ def analyze(
     ] = "all",
     loss: Annotated[str, typer.Option("--loss", help="ce, or logit-diff: the target's logit less another's.")] = "ce",
     edges: Annotated[int, typer.Option("--edges", min=1, help="Pairs to keep per head and direction.")] = 64,
+    check: Annotated[int, typer.Option("--check", min=0, help="Strongest edges to remove for real; 0 for none.")] = 20,
     top: Annotated[int, typer.Option("--top", min=1, help="Heads to print.")] = 12,
     overwrite: Overwrite = False,
     tables: Tables = "parquet,csv",
@@ -89,7 +90,8 @@ def analyze(
     if example is not None and model is None and example in tunnels():
         if (targets, loss) != ("all", "ce"):
             raise BadInput("A tunnel has targets and a loss of its own; leave --targets and --loss out.")
-        _analyze_tunnel(example, text, out, formats, edges=edges, top=top, overwrite=overwrite, as_json=as_json)
+        kept = {"edges": edges, "check": check, "top": top}
+        _analyze_tunnel(example, text, out, formats, **kept, overwrite=overwrite, as_json=as_json)
         return
     read, texts, name, _ = loaded(model, text, example, device=device, dtype=dtype, attention=attention)
     items = job.cut(texts, read.model, read.tokenizer, length=window, most=max_tokens)
@@ -103,6 +105,7 @@ def analyze(
             name=name,
             batch_size=batch_size,
             edges=edges,
+            check=check,
             asked=asked,
             progress=note,
             record={"revision": read.revision},
@@ -118,6 +121,7 @@ def _analyze_tunnel(
     formats: Sequence[str],
     *,
     edges: int,
+    check: int,
     top: int,
     overwrite: bool,
     as_json: bool,
@@ -129,7 +133,7 @@ def _analyze_tunnel(
     if text:
         raise BadInput("A tunnel makes its own episodes; leave --text out.")
     with progress("analysing") as note:
-        found = analyze_tunnel(name, edges=edges, progress=note)
+        found = analyze_tunnel(name, edges=edges, check=check, progress=note)
     _write(found.run, out, formats, overwrite=overwrite, more={"truth": found.truth})
     _show(found.run, out, top=top, as_json=as_json)
     if not as_json:
@@ -171,7 +175,21 @@ def _show(run: Run, out: Path, *, top: int, as_json: bool) -> None:
         print_json({"record": run.record, "heads": run.heads.to_dict("records")})
         return
     _print_heads(run, top)
+    _print_checked(run, top)
     print(f"\nreport: {out / 'report.html'}\ntables: {out}/{{heads,tokens,edges,updates,sequences}}.*")
+
+
+def _print_checked(run: Run, top: int) -> None:
+    """Edges that were removed for real: what was predicted and what the loss did."""
+    table = run.more.get("checked")
+    if table is None or table.empty:
+        return
+    names = {"label": "head", "query_token": "query", "key_token": "key", "attention": "attention"}
+    shown = table.head(top).rename(columns={**names, "knockout": "predicted"})
+    print("\nedges that are worth most, each removed for real (change of the summed loss):")
+    places = ["head", "sequence", "query_position", "query", "key_position", "key"]
+    columns = [*places, "attention", "predicted", "true", "ratio"]
+    print(shown[columns].to_string(index=False, float_format=lambda value: f"{value:.3g}"))
 
 
 def _print_heads(run: Run, top: int) -> None:

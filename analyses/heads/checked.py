@@ -1,26 +1,59 @@
 """Edges removed for real: what the loss does when a key is masked for one row, beside what was predicted to first order.
 
 The masked forward runs on the model's own kernel; the affected rows of the head's output are computed anew without
-the key and written over (`interventions.attention`). One forward an edge, on the same batch.
+the key and written over (`attention_edits`). One forward an edge, on the same batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 import torch
+from torch import nn
 
 from ...hooks.errors import BadInput
-from ..interventions.attention import AttentionEdit, drop_edges, edited_attention
-from .head import Head, as_it_was
+from .attention_edits import AttentionEdit, drop_edges, edited_attention
+from .question import Question
+from .untouched import as_it_was
 
 COLUMNS = ("label", "sequence", "query_position", "key_position", "query_token", "key_token", "attention")
 
 
+class Source(Protocol):
+    """Where a head came from."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def question(self) -> Question: ...
+
+
+class Taken(Protocol):
+    """What is needed of a head."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def module(self) -> str: ...
+
+    @property
+    def head(self) -> int: ...
+
+    @property
+    def use(self) -> int: ...
+
+    @property
+    def source(self) -> Source | None: ...
+
+    def frame(self) -> pd.DataFrame: ...
+
+
 def check(
-    head: Head,
+    head: Taken,
     edges: int | pd.DataFrame | Sequence[tuple[int, int, int]] = 20,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> pd.DataFrame:
@@ -43,12 +76,12 @@ def check(
     model, asked = head.source.model, head.source.question
     rows = []
     with as_it_was(model), torch.no_grad():
-        before = float(asked.loss(model(**asked.inputs))[0])
+        before = asked.measured(model(**asked.inputs))
         for number, row in enumerate(chosen.to_dict("records")):
             place = (int(row["sequence"]), int(row["query_position"]), int(row["key_position"]))
             edit = AttentionEdit(head.module, drop_edges([place]), heads=(head.head,), use=head.use)
             with edited_attention(model, edit):
-                after = float(asked.loss(model(**asked.inputs))[0])
+                after = asked.measured(model(**asked.inputs))
             rows.append({"predicted": row["knockout"], "true": after - before})
             if progress is not None:
                 progress(number + 1, len(chosen), head.label)
@@ -58,7 +91,7 @@ def check(
     return out.assign(ratio=out["true"] / out["predicted"]).reset_index(drop=True)
 
 
-def _chosen(head: Head, pairs: pd.DataFrame, edges: Any) -> pd.DataFrame:
+def _chosen(head: Taken, pairs: pd.DataFrame, edges: Any) -> pd.DataFrame:
     if isinstance(edges, int):
         order = pairs["knockout"].abs().sort_values(ascending=False, na_position="last").index[:edges]
         return pairs.loc[order]

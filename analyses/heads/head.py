@@ -9,9 +9,10 @@ Shapes: B sequences, Q query positions, S key positions, D head width, V value w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -25,11 +26,29 @@ from ...hooks.sequences import NON_TOKENS
 from ...probe.law.definition import law
 from ...probe.state import Key, label, shared_modules
 from ...probe.tables import spell
+from ..files.export import new_folder, write_frame
+from ..pictures.plots import head_map
+from .checked import check
 from .question import Question, question
+from .untouched import as_it_was
 
 LONGEST = 2048  # positions of a side that a map has without being asked for more
 MAPS = ("attention", "advantage", "score_gradient", "knockout")
 VECTORS = ("query", "key", "value", "upstream", "output")
+TENSORS = (*MAPS, *VECTORS, "query_ids", "key_ids", "query_positions", "key_positions")
+FACTS = (
+    "label",
+    "module",
+    "layer",
+    "head",
+    "kv_head",
+    "use",
+    "kind",
+    "implementation",
+    "loss",
+    "loss_weight",
+    "status",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +128,6 @@ class Head:
         Raises:
             BadRequest: for a map that there is none of, or a sequence that is not in the batch.
         """
-        from ..pictures.plots import head_map
-
         if kind not in MAPS:
             raise BadRequest(f"A head has maps of {', '.join(MAPS)}, not {kind!r}.")
         if not 0 <= sequence < len(self.attention):
@@ -135,14 +152,16 @@ class Head:
 
     def save(self, folder: Any) -> None:
         """As safetensors and Parquet, a folder that is whole or not there; read back by `ap.load_head`."""
-        from .stored import save
+        from safetensors.torch import save_file
 
-        save(self, folder)
+        with new_folder(Path(folder)) as work:
+            save_file({name: getattr(self, name).contiguous() for name in TENSORS}, work / "head.safetensors")
+            write_frame(self.frame(), work / "pairs", ("parquet",))
+            facts = {"format": 1, **{name: getattr(self, name) for name in FACTS}}
+            (work / "head.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def check(self, edges: int | pd.DataFrame | Sequence[tuple[int, int, int]] = 20) -> pd.DataFrame:
         """Remove edges for real and hold what the loss does against what was predicted; see `checked.check`."""
-        from .checked import check
-
         return check(self, edges)
 
 
@@ -382,27 +401,3 @@ def _cut(call: AttentionCall, head: int, name: str) -> Head:
         loss_weight="unknown",
         status=status,
     )
-
-
-@contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Parameters' gradients, buffers and random state are put back to what they were."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    state = torch.get_rng_state()
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
-        torch.set_rng_state(state)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)

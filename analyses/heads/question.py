@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,6 +58,24 @@ class Question:
         loss = _scalar(getattr(output, "loss", output))
         count = _count(output, self.inputs.get("labels"), loss)
         return (loss, None) if count is None else (loss * count, 1 / count)
+
+    def measured(self, output: Any) -> float:
+        """The loss of a forward's output as a number, in double precision where its parts are known: differences of losses
+        are small.
+        """
+        with torch.no_grad():
+            if self.targets is not None:
+                against = None if self.against is None else self.against.to(self.targets.device)
+                logits = _logits(output).double()
+                kind: Literal["ce", "logit-diff"] = "ce" if self.against is None else "logit-diff"
+                return float(Objective(kind).summed(logits, self.targets.to(logits.device), against))
+            if self.given is not None:
+                return float(_scalar(self.given(output)))
+            loss = _scalar(getattr(output, "loss", output))
+            labels = self.inputs.get("labels")
+            for shown, asked in _alignments(output, labels, loss):
+                return float(cross_entropy(shown.flatten(0, -2).double(), asked.flatten(), reduction="sum"))
+            return float(loss)
 
 
 def question(
@@ -149,19 +167,25 @@ def _scalar(loss: Any) -> Tensor:
 
 def _count(output: Any, labels: Any, loss: Tensor) -> int | None:
     """How many targets a mean loss was taken over, where the logits show that it was."""
+    for _, asked in _alignments(output, labels, loss):
+        return int((asked != -100).sum())
+    return None
+
+
+def _alignments(output: Any, labels: Any, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels in the alignment whose mean cross-entropy the model's loss is, if there is one."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor) or logits.dim() != labels.dim() + 1:
-        return None
-    with torch.no_grad():
-        for shown, asked in (
-            ((logits[:, :-1], labels[:, 1:]), (logits, labels)) if labels.dim() == 2 else ((logits, labels),)
-        ):
-            if asked.is_floating_point() or shown.shape[:-1] != asked.shape:
-                continue
-            count = int((asked != -100).sum())
-            if not count:
-                continue
+        return
+    alignments = [(logits, labels)]
+    if labels.dim() == 2:
+        alignments.insert(0, (logits[:, :-1], labels[:, 1:]))
+    for shown, asked in alignments:
+        if asked.is_floating_point() or shown.shape[:-1] != asked.shape or not bool((asked != -100).any()):
+            continue
+        with torch.no_grad():
             mean = cross_entropy(shown.flatten(0, -2).float(), asked.flatten()).to(loss.device)
-            if bool((mean - loss).abs() <= AGREE * loss.abs().clamp(min=1e-6)):
-                return count
-    return None
+            fits = bool((mean - loss).abs() <= AGREE * loss.abs().clamp(min=1e-6))
+        if fits:
+            yield shown, asked
+            return

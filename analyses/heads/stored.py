@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ...hooks.errors import BadInput
-from ..files.export import new_folder, write_frame
-from .head import MAPS, VECTORS, Head
-
-TENSORS = (*MAPS, *VECTORS, "query_ids", "key_ids", "query_positions", "key_positions")
-FACTS = tuple(field.name for field in fields(Head) if field.name not in (*TENSORS, "tokenizer", "source"))
-
-
-def save(head: Head, folder: Any, *, overwrite: bool = False) -> None:
-    """Write a head; raises `BadInput` for a folder that is not empty, unless `overwrite`."""
-    from safetensors.torch import save_file
-
-    with new_folder(Path(folder), overwrite=overwrite) as work:
-        save_file({name: getattr(head, name).contiguous() for name in TENSORS}, work / "head.safetensors")
-        write_frame(head.frame(), work / "pairs", ("parquet",))
-        facts = {"format": 1, **{name: getattr(head, name) for name in FACTS}}
-        (work / "head.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+from .head import FACTS, TENSORS, Head
 
 
 def load_head(folder: Any, tokenizer: Any = None) -> Head:

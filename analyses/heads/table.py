@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...hooks.errors import NoGradientReached
 from ...probe.watch import watch
-from .head import as_it_was
 from .question import question
+from .untouched import as_it_was
 
 
 def heads(

@@ -89,9 +89,11 @@ class Objective:
     def summed(self, logits: Tensor, targets: Tensor, against: Tensor | None = None) -> Tensor:
         """The loss summed over targets: nats, or −(logit − the other's logit), so that it falls as the target wins."""
         if self.loss == "ce":
-            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         there = targets != -100
-        chosen, wanted = logits[there].float(), targets[there]
+        chosen, wanted = logits[there], targets[there]
+        chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
         own = chosen.gather(1, wanted[:, None])[:, 0]
         others = chosen.detach().scatter(1, wanted[:, None], float("-inf")).argmax(1)
         if against is not None:

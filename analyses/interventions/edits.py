@@ -10,7 +10,7 @@ Shapes: B sequences, T positions, F = heads · width numbers of the chosen heads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from ...hooks.attach import edited
 from ...hooks.call import AttentionCall, CallSite
 from ...hooks.errors import BadRequest
 from ...hooks.site import Site
+from ..heads.attention_edits import AttentionEdit, edited_attention
 from ..intervals.nulls import DRAWS, bound, half_samples
 
 Array = NDArray[np.float64]
@@ -181,20 +182,28 @@ class _Intervener:
 
 
 @contextmanager
-def intervene(model: nn.Module, *edits: Edit) -> Iterator[None]:
-    """Change the model's values or head outputs in every forward inside the block; restore everything after it.
+def intervene(model: nn.Module, *edits: Edit | AttentionEdit) -> Iterator[None]:
+    """Change the model's values, head outputs or attention in every forward inside the block; restore everything
+    after it.
 
     Raises:
         BadRequest: for a head that is not there (in the forward), or, when the block ends, for an edit that changed nothing
             because its layer has no attention that the probe can read. UnsupportedKernel: inside compiled graphs and
             gradient checkpoints, where an edit would be lost.
     """
-    receiver = _Intervener(tuple(edits))
-    with edited(model, value=receiver.value, output=receiver.output, wanted=receiver.wanted) as listener:
+    attention = tuple(edit for edit in edits if isinstance(edit, AttentionEdit))
+    plain = tuple(edit for edit in edits if isinstance(edit, Edit))
+    receiver = _Intervener(plain)
+    with ExitStack() as stack:
+        if attention:
+            stack.enter_context(edited_attention(model, *attention))
+        listener = stack.enter_context(
+            edited(model, value=receiver.value, output=receiver.output, wanted=receiver.wanted)
+        )
         yield
     if listener.error is not None:
         return
-    missed = sorted({edit.layer for number, edit in enumerate(edits) if number not in receiver.reached})
+    missed = sorted({edit.layer for number, edit in enumerate(plain) if number not in receiver.reached})
     if missed:
         seen = sorted(receiver.layers)
         why = f"attention was seen in layers {seen}." if seen else "no attention call was seen inside the block."

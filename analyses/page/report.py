@@ -19,6 +19,7 @@ from ...hooks.errors import BadRequest
 from ...probe.bootstrap import told
 from ...probe.watch import Watch
 from ..files.export import write_text
+from ..files.numbers import number
 from ..intervals.resampled import resampled
 from ..runs.run import Run
 from ..runs.stored import open_run
@@ -119,11 +120,35 @@ def html(run: Run) -> str:
         elsewhere="The history holds" if training else "The files beside this page hold",
         pairs_of="over all observed steps" if training else "over all windows; the files hold more",
         left_out=left_out(run, data),
+        checked=_checked(run.more.get("checked")),
         provenance=[*flat.items(), ("captured", captured(record))],
         data=script_json(data),
         script=script(environment),
         plotly=library,
     )
+
+
+def _checked(table: pd.DataFrame | None) -> list[dict[str, str]]:
+    """Rows of the table of edges that were removed for real, as the page shows them."""
+    if table is None:
+        return []
+
+    def place(row: dict[str, Any], side: str) -> str:
+        spelled = row[f"{side}_token"]
+        return f"{row[f'{side}_position']} {'' if pd.isna(spelled) else spelled}".strip()
+
+    return [
+        {
+            "label": str(row["label"]),
+            "query": place(row, "query"),
+            "key": place(row, "key"),
+            "attention": number(row["attention"]),
+            "predicted": number(row["knockout"]),
+            "true": number(row["true"]),
+            "ratio": number(row["ratio"]),
+        }
+        for row in table.to_dict("records")
+    ]
 
 
 def _of_intervals(sequences: pd.DataFrame) -> str:

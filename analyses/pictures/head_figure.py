@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,22 @@ from .plots import head_map
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..runs.maps import HeadMap
+
+class HeadMap(Protocol):
+    """What is drawn: α, A and D (P,P′) over the tokens (Q,S) that the cells cover."""
+
+    @property
+    def attention(self) -> np.ndarray: ...
+
+    @property
+    def advantage(self) -> np.ndarray: ...
+
+    @property
+    def score_gradient(self) -> np.ndarray: ...
+
+    @property
+    def length(self) -> tuple[int, int]: ...
+
 
 KINDS = ("attention", "advantage", "score_gradient")
 

@@ -21,6 +21,7 @@ from ... import __version__
 from ...hooks.errors import BadInput, NoGradientReached
 from ...probe.tables import CAPTURED
 from ...probe.watch import Watch, watch
+from ..heads.masked import checked
 from ..inputs.corpus import Batch, Window, batches, context_of, encode, start_token, windows
 from ..inputs.objective import NEXT_TOKEN, Objective
 from ..weights.attribution import attributed
@@ -82,6 +83,7 @@ def analyze(
     name: str,
     batch_size: int | None = None,
     edges: int = 64,
+    check: int = 0,
     asked: Objective = NEXT_TOKEN,
     progress: Progress | None = None,
     record: dict[str, Any] | None = None,
@@ -92,6 +94,7 @@ def analyze(
         model: a causal language model; it is not changed, and best frozen (no weight gradients).
         items: windows of `cut`.
         batch_size: windows at once (default: as many as keep the logits small).
+        check: how many of the edges that are worth most are removed for real, to hold the loss against the prediction.
         asked: the loss, and the positions that it is taken at; mean cross-entropy of every next token by default.
         progress: told (windows done, windows in all, note).
 
@@ -118,6 +121,7 @@ def analyze(
         tokenizer=tokenizer,
         name=name,
         edges=edges,
+        check=check,
         asked=asked,
         progress=progress,
         record=told,
@@ -147,6 +151,7 @@ def collect(
     tokenizer: Any,
     name: str,
     edges: int = 64,
+    check: int = 0,
     asked: Objective = NEXT_TOKEN,
     entropy: NDArray[np.float64] | None = None,
     progress: Progress | None = None,
@@ -186,6 +191,8 @@ def collect(
     pairs, more["agreement"] = attributed(
         model, groups, seen.edges(edges), order, lambda why: missing.update(direct_logit=why)
     )
+    if check:
+        more["checked"] = checked(model, groups, pairs, order, asked, check)
     return Run(
         heads,
         seen.tokens(),

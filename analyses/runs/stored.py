@@ -20,7 +20,7 @@ from .run import Run
 FORMAT, OLDER = 3, 2  # of 2 six columns were not yet divided by the number of query rows
 FRAMES = ("heads", "tokens", "edges", "updates", "sequences")
 # frames that a run has when its model allows them, or when it is a training run
-MORE = ("agreement", "vocabulary", "manifold", "history", "truth")
+MORE = ("agreement", "vocabulary", "manifold", "history", "truth", "checked")
 _NEEDED = {
     "heads": {"module", "use", "head", "label", "layer", "status", "routing_pressure", "law_residual"},
     "tokens": {"side", "sequence", "position", "token_id"},
@@ -32,6 +32,7 @@ _NEEDED = {
     "manifold": {"label", "axis_1", "entropy", "sequence", "position"},
     "history": {"step", "label"},
     "truth": {"head"},
+    "checked": {"label", "knockout", "true", "ratio"},
 }
 
 

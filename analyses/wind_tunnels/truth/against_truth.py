@@ -63,7 +63,7 @@ def batches(episodes: Episodes, size: int) -> Iterator[Batch]:
 
 
 def analyze_tunnel(
-    name: str, *, episodes: int = 256, seed: int = 0, edges: int = 64, progress: Progress | None = None
+    name: str, *, episodes: int = 256, seed: int = 0, edges: int = 64, check: int = 0, progress: Progress | None = None
 ) -> Compared:
     """Analyse a shipped tunnel model on fresh episodes, and hold its heads against the exact posterior.
 
@@ -82,6 +82,7 @@ def analyze_tunnel(
         tokenizer=Names(tunnel.vocabulary),
         name=name,
         edges=edges,
+        check=check,
         entropy=tunnel.entropy(drawn.tokens).numpy(),
         progress=progress,
         record=told,
