@@ -63,6 +63,8 @@ def map_data(one: HeadMap) -> dict[str, Any]:
 def edge_lists(rows: pd.DataFrame) -> dict[str, list[Any]]:
     """The strongest pairs of one head in each direction, with their tokens."""
     names = ["query_token", "key_token", "query_position", "key_position", "attention", "advantage", "score_gradient"]
+    rows = rows if "knockout" in rows else rows.assign(knockout=np.nan)  # of a run of an earlier version
+    names.append("knockout")
     found = {}
     for direction, group in rows[rows["rank"] <= LISTED].groupby("direction", observed=True, sort=False):
         table = group[names].astype(object).values.tolist()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import plain
 import pytest
 import torch
 import zoo
@@ -474,3 +475,28 @@ def test_interventions_take_attention_edits_beside_their_own() -> None:
     assert torch.equal(both, apart)
     with pytest.raises(ap.BadRequest, match="Nothing was changed in layer 7"), intervene(model, Edit(7, ablate())):
         model(**batch)
+
+
+def test_a_plain_model_an_exposed_one_and_a_compiled_one_are_taken_in_hand() -> None:
+    for model in (plain.gpt("module"), plain.gpt("gqa"), plain.hand()):
+        ids = plain.ids()
+        head = ap.head(model, {"idx": ids}, layer=1, head=2, loss=lambda out: out if out.dim() == 0 else out.sum())
+        rows = head.attention.nan_to_num(0).sum(-1)
+        torch.testing.assert_close(rows, torch.ones_like(rows), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(head.attention.nan_to_num(0) @ head.value, head.output, rtol=1e-4, atol=1e-5)
+        assert head.loss_weight == "unknown"
+        assert head.module
+    llama = zoo.llama().eval()
+    ids = zoo.batch("llama")["input_ids"]
+    compiled = torch.compile(llama, backend="eager")
+    one, other = ap.head(compiled, ids, "L1H1"), ap.head(llama, ids, "L1H1")
+    assert torch.equal(one.advantage.nan_to_num(0), other.advantage.nan_to_num(0))
+
+
+def test_the_users_own_hooks_run_as_often_as_without_us() -> None:
+    model, batch = build("llama")
+    counted = []
+    model.model.layers[0].register_forward_hook(lambda *_: counted.append("forward"))
+    model.model.layers[0].register_full_backward_hook(lambda *_: counted.append("backward"))
+    ap.head(model, batch, "L0H0")
+    assert counted == ["forward", "backward"]

@@ -130,7 +130,7 @@ function drawEdges() {
   for (const direction of ["routed", "anti_routed"]) {
     const table = byId(direction); table.replaceChildren();
     const top = element("thead"), line = element("tr");
-    ["query", "key", "attention", "advantage", "∂L/∂s"].forEach((name, place) => line.append(element("th", name, place < 2 ? "text" : "")));
+    ["query", "key", "attention", "advantage", "∂L/∂s", "worth"].forEach((name, place) => { const cell = element("th", name, place < 2 ? "text" : ""); if (name === "worth") cell.title = "change of the loss to first order when the edge is removed and the row renormalised"; line.append(cell); });
     top.append(line); table.append(top);
     const body = element("tbody");
     for (const edge of (data.edges[chosen] || {})[direction] || []) {

@@ -1,7 +1,7 @@
 """Faults that people reported of other capture code, each for its whole kind and not only its example.
 
 The rest of them are tested where they belong: kernels, masks and columns in test_functional.py, windows and uses in
-test_attention_registry.py, precision, packing and copies in test_conditions.py, bridges in test_transformer_lens.py.
+test_huggingface.py, precision, packing and copies in test_conditions.py, bridges in test_transformer_lens.py.
 """
 
 from __future__ import annotations
