@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ def whole_file(path: Path, *, flushed: bool = False) -> Iterator[Path]:
     Raises:
         OSError: when it cannot be written; nothing is left behind.
     """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(errno.EINVAL, "it is a link, a device or a folder, which a file would replace")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
     os.close(handle)

@@ -285,7 +285,7 @@ def write_json(value: Any, path: Path) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Plain Python values, with null for what is missing or not finite."""
+    """Plain Python values, with null for what is missing; an infinite number is the string "Infinity" or "-Infinity"."""
     if isinstance(value, dict):
         return {str(name): jsonable(part) for name, part in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -297,5 +297,7 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, (int, np.integer)):
         return int(value)
     if isinstance(value, (float, np.floating)):
-        return float(value) if math.isfinite(value) else None
+        if math.isinf(value):
+            return "Infinity" if value > 0 else "-Infinity"
+        return None if math.isnan(value) else float(value)
     return readable(str(value)) if not isinstance(value, os.PathLike) else str(value)

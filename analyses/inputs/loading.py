@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 
 from ...hooks.errors import BadInput
 
+ADAPTER = "adapter_config.json"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -63,15 +65,19 @@ def load(
     """A causal language model in evaluation mode with all parameters frozen, and its tokenizer.
 
     Args:
-        name: a local folder, or the name of a hub repository ("owner/name" or "name").
+        name: a local folder, of a model or of a PEFT adapter beside its model; or the name of a hub repository
+            ("owner/name" or "name").
 
     Raises:
         BadInput: for anything that cannot be loaded; nothing is retried for long.
     """
     wanted, place = dtype_of(dtype), device_of(device)
     options: dict[str, Any] = {"revision": revision} if revision else {}
+    adapter: Path | None = None
     if is_path(name):
         folder = Path(name).expanduser()
+        if (folder / ADAPTER).is_file():
+            adapter, folder = folder, _base_of(folder)
         _check_folder(folder)
         source = str(folder)
     else:
@@ -95,11 +101,64 @@ def load(
     if implementation is not None:
         options["attn_implementation"] = implementation
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, **options)
+        read: Any = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, output_loading_info=True, **options)
     except Exception as error:
         raise BadInput(f"The weights of {name!r} could not be loaded: {_line(error)}.") from error
+    model, told = read
+    _check_whole(name, told)
+    if adapter is not None:
+        model = _adapted(model, adapter)
     model = model.eval().requires_grad_(False).to(place)
     return Loaded(model, tokenizer, name, getattr(config, "_commit_hash", None) or revision)
+
+
+def _check_whole(name: str, told: dict[str, Any]) -> None:
+    """Refuse a checkpoint that lacks weights: they would be drawn anew, and give other numbers at each run. Tied
+    weights are not missing.
+    """
+    missing = sorted(told.get("missing_keys") or ())
+    mismatched = sorted(
+        str(entry[0] if isinstance(entry, tuple) else entry) for entry in told.get("mismatched_keys") or ()
+    )
+    for what, keys in (("lacks", missing), ("has in another shape", mismatched)):
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise BadInput(
+                f"The checkpoint {name!r} {what} the weights {', '.join(keys[:3])}{more}, which would be drawn at random; "
+                "give one of the whole model (a causal language model with its head)."
+            )
+
+
+def _base_of(folder: Path) -> Path:
+    """The folder of the model that an adapter was made for.
+
+    Raises:
+        BadInput: where the adapter does not say, or the model is not at hand.
+    """
+    try:
+        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{str(folder / ADAPTER)!r} is damaged ({_line(error)}); save the adapter again.") from error
+    for place in (Path(str(base or "")).expanduser(), folder / str(base or "")):
+        if base and place.is_dir():
+            return place
+    raise BadInput(f"The adapter {str(folder)!r} is for {base!r}, which is no folder here; put that model there first.")
+
+
+def _adapted(model: nn.Module, folder: Path) -> nn.Module:
+    """The model with the adapter's weights merged in, so that its modules keep their names."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise BadInput(
+            f"{str(folder)!r} holds a PEFT adapter: pip install peft, or merge it into its model."
+        ) from error
+    try:
+        joined: Any = PeftModel.from_pretrained(model, str(folder))
+        merged: nn.Module = joined.merge_and_unload()
+        return merged
+    except Exception as error:
+        raise BadInput(f"The adapter {str(folder)!r} could not be merged into its model: {_line(error)}.") from error
 
 
 def _line(error: BaseException) -> str:

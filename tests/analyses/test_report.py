@@ -141,7 +141,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path) -> None:
 def test_json_has_no_numbers_that_json_does_not_know() -> None:
     assert export.jsonable({"a": float("nan"), "b": [float("inf"), 1], "c": pd.NA}) == {
         "a": None,
-        "b": [None, 1],
+        "b": ["Infinity", 1],
         "c": None,
     }
 

@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const element = (tag, text, className) => { const node = document.createElement(tag); if (text !== undefined) node.textContent = text; if (className) node.className = className; return node; };
-const format = (value) => value === null || value === undefined ? "–" : typeof value !== "number" ? String(value) : value === 0 ? "0" : (Math.abs(value) >= 1e4 || Math.abs(value) < 1e-3) ? value.toExponential(2) : Number.isInteger(value) ? String(value) : value.toPrecision(3);
+const format = (value) => value === null || value === undefined ? "–" : value === "Infinity" ? "∞" : value === "-Infinity" ? "−∞" : typeof value !== "number" ? String(value) : value === 0 ? "0" : (Math.abs(value) >= 1e4 || Math.abs(value) < 1e-3) ? value.toExponential(2) : Number.isInteger(value) ? String(value) : value.toPrecision(3);
 const spelled = (token) => token === null || token === undefined ? "·" : JSON.stringify(token).slice(1, -1);
 const mixed = (from, to, share) => from.map((part, index) => Math.round(part + (to[index] - part) * share));
 const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
