@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ import pyarrow.parquet as pq
 
 from ..hooks.errors import BadInput, BadRequest
 from .older import per_row
+from .owner import NAME as OWNER
+from .owner import Owner
 from .whole_file import whole_file
 
 FORMAT, OLDEST = 3, 1  # 1: six columns were not yet divided by the number of query rows; 2 was never written
 _MARK = b"advantage_probe"
+_writing: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()  # of this process, by folder
 
 
 def _name(rows: pd.DataFrame) -> str:
@@ -77,24 +82,31 @@ def read_history(folder: str | os.PathLike[str]) -> tuple[list[pd.DataFrame], st
 class History:
     """Rows of closed steps in `folder`, which belongs to one model.
 
+    One watch at a time writes into it (`owner.Owner`). One of this process that watches the same model is closed and
+    replaced, as a notebook cell that is run again needs; any other is refused.
+
     Args:
-        folder: made at the first flush; may hold the history of an earlier part of the same run.
+        folder: made now; may hold the history of an earlier part of the same run.
         model: what names the model; a history of another one is refused.
         columns: the columns of the rows.
+        watched: what tells models of this process apart.
 
     Raises:
         BadInput: for a file in the folder's place, a folder with anything else in it, a history of another model or with
-            other columns.
+            other columns, or a folder that cannot be written. BadRequest: when somebody else writes into it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], model: str, columns: list[str]) -> None:
-        self.folder, self.model, self.columns = Path(folder), model, columns
+    def __init__(self, folder: str | os.PathLike[str], model: str, columns: list[str], watched: object = None) -> None:
+        self.folder, self.model, self.columns, self.watched = Path(folder), model, columns, id(watched)
+        self.replaced: Callable[[], None] | None = None  # closes the watch that writes here
         if self.folder.exists() and not self.folder.is_dir():
             raise BadInput(f"The history {str(folder)!r} is a file; give a folder, new or of an earlier run.")
         if self.folder.is_dir():
-            for part in self.folder.glob(".part-*"):  # of a run that was killed while it wrote
-                part.unlink()
-            strangers = [path.name for path in self.folder.iterdir() if path not in set(self.parts)]
+            strangers = [
+                path.name
+                for path in self.folder.iterdir()
+                if path not in set(self.parts) and path.name != OWNER and not path.name.startswith(".part-")
+            ]
             if strangers:
                 raise BadInput(f"The history folder {str(folder)!r} holds {strangers[0]!r}; give a folder of its own.")
         for part in self.parts:
@@ -104,6 +116,28 @@ class History:
                     f"The history {str(folder)!r} was begun by an earlier version, whose columns were not divided by the "
                     f"number of query rows; run `advantage-probe convert {folder}` and go on."
                 )
+        self._place = os.path.realpath(self.folder)
+        before = _writing.get(self._place)
+        if before is not None and before.watched == self.watched and before.replaced is not None:
+            before.replaced()
+        try:
+            self._owner = Owner(self.folder, model)
+        except OSError as error:
+            raise BadInput(f"The history {str(folder)!r} cannot be written ({error.strerror or error}).") from error
+        _writing[self._place] = self
+        for part in self.folder.glob(".part-*"):  # of a run that was killed while it wrote
+            part.unlink()
+
+    @property
+    def ours(self) -> bool:
+        """False in a forked child, which must not write what its parent writes."""
+        return self._owner.ours
+
+    def release(self) -> None:
+        """Give the folder up to others."""
+        self._owner.release()
+        if _writing.get(self._place) is self:
+            del _writing[self._place]
 
     @property
     def parts(self) -> list[Path]:
@@ -117,18 +151,23 @@ class History:
         return int(pq.read_table(parts[-1], columns=["step"])["step"].to_numpy().max()) if parts else None
 
     def append(self, rows: pd.DataFrame) -> None:
-        """Write rows of steps after `last`, all of them or none.
+        """Write rows of steps after `last`, all of them or none. Rows whose write was interrupted after it was done are
+        written again in their own place, so that none is doubled.
 
         Raises:
-            BadRequest: when those steps are there, because somebody else writes into the folder.
+            BadRequest: when the folder was removed or replaced by another since it was opened.
         """
-        if rows.empty:
+        if rows.empty or not self.ours:
             return
-        if (self.folder / _name(rows)).exists():
+        if not self._owner.there():
             raise BadRequest(
-                f"Another watch writes its steps into the history {str(self.folder)!r}; give every watch, and every "
-                "process of a distributed run, a folder of its own."
+                f"The history {str(self.folder)!r} was removed or replaced while it was written; its rows stay in memory. "
+                "Give the next run a folder of its own."
             )
+        first = int(rows["step"].min())
+        for part in self.parts:  # of an interrupted flush: this one holds its rows as well
+            if int(part.stem.removeprefix("part-")) > first:
+                part.unlink()
         _write(self.folder / _name(rows), rows, self.model, self.columns)
 
     def cut(self, step: int) -> None:
@@ -159,6 +198,15 @@ class History:
                 f"The history {str(self.folder)!r} has other columns (different: {', '.join(other[:4])}); "
                 "give another folder."
             )
+
+    def missing(self, first: int, every: int) -> tuple[int, int] | None:
+        """The first and the last observed step between what was written and step `first`, where the run goes on: the run
+        before ended without writing them.
+        """
+        last = self.last
+        if last is None or last + every >= first:
+            return None
+        return last + every, last + (first - 1 - last) // every * every
 
     def resumable(self, first: int, told: bool) -> None:
         """Refuse to go on at step `first` where that would drop rows that nobody asked to drop.

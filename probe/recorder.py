@@ -126,8 +126,9 @@ class Recorder:
         size = sum(parameter.numel() for parameter in model.parameters())
         named = f"{self.model_name} with {size:,} parameters"
         self.steps = Steps(
-            None if options.history is None else History(options.history, named, tables.HISTORY),
+            None if options.history is None else History(options.history, named, tables.HISTORY, model),
             loggers(options.logger),
+            options.every,
         )
         if self._compiled:
             _prepare(model, options.fused)
@@ -280,7 +281,7 @@ class Recorder:
         with self.lock:
             self.number, self._asked, self._scale, self._stepped = 0, False, None, False
             self.open, self.closed_steps = State(), State()
-            self.steps, self.weights = Steps(self.steps.history, self.steps.loggers), set()
+            self.steps, self.weights = Steps(self.steps.history, self.steps.loggers, self.options.every), set()
             self._weighed, self._step_weights = None, []
             self.steps.sought = 0
 

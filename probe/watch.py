@@ -6,6 +6,7 @@ A `Watch` is the face of a `recorder.Recorder`, which hears the attention calls:
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec
 import pandas as pd
 from torch import nn
 
-from ..hooks.errors import BadRequest, MergeRefused
+from ..hooks.errors import BadInput, BadRequest, MergeRefused
 from ..hooks.site import uncalled
 from . import notebook, tables
 from .recorder import Options, Recorder
@@ -33,6 +34,9 @@ class Watch:
         self.options = options
         self._farewells: list[Callable[[], None]] = []
         self._recorder = Recorder(model, options)
+        if self._recorder.steps.history is not None:
+            mine = weakref.WeakMethod(self.close)
+            self._recorder.steps.history.replaced = lambda: (close := mine()) and close()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -133,6 +137,25 @@ class Watch:
         with self._recorder.lock:
             self._recorder.steps.flush()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of the run should carry, so that resuming loses no row: the number of the open step and
+        the rows that were not written yet. `torch.save` and `torch.load(weights_only=True)` keep it.
+        """
+        with self._recorder.lock:
+            return {"step": self.number, "rows": self._recorder.steps.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: `seek` to its step, with the rows that had not been written.
+
+        Raises:
+            BadInput: for what is no such state. As `seek`.
+        """
+        if not isinstance(state, dict) or set(state) != {"step", "rows"}:
+            raise BadInput("load_state_dict() takes what state_dict() returned.")
+        with self._recorder.lock:
+            self._recorder.steps.restore(state["rows"])
+            self.seek(int(state["step"]))
+
     def at_close(self, action: Callable[[], None]) -> None:
         """Run `action` when the watch is closed, however that comes about."""
         self._farewells.append(action)
@@ -142,7 +165,8 @@ class Watch:
         self._recorder.attachment.close()
         while self._farewells:
             self._farewells.pop()()
-        self.flush()
+        with self._recorder.lock:
+            self._recorder.steps.close()
 
     def __enter__(self) -> Watch:
         self._recorder.check_open()

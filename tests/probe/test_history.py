@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -294,16 +295,170 @@ def test_layers_that_appear_late_leave_the_folder_readable_as_one_table(tmp_path
     assert whole["label"].nunique() == 41 * len(rows)
 
 
-def test_two_watches_do_not_write_over_each_other(tmp_path) -> None:
-    model = zoo.llama()
-    first, second = (ap.watch(model, history=tmp_path / "history") for _ in range(2))
+OTHER = """
+import sys
+sys.path.insert(0, {tests!r})
+import time, zoo
+import advantage_probe as ap
+watch = ap.watch(zoo.llama(), history={folder!r})
+print("open", flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_folder_that_another_process_writes_is_refused_by_its_name_and_free_when_that_is_killed(tmp_path) -> None:
+    folder = tmp_path / "history"
+    code = OTHER.format(tests=str(Path(__file__).parents[1]), folder=str(folder))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().strip() == "open"
+        with pytest.raises(ap.BadRequest, match=rf"is being written by process {process.pid} on .* \(since "):
+            ap.watch(zoo.llama(), history=folder)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert run(folder, 0, 2).history()["step"].unique().tolist() == [0, 1]
+    assert not list(folder.glob(".*"))
+
+
+def test_a_cell_that_is_run_again_closes_its_own_watch_and_another_model_is_refused(tmp_path) -> None:
+    model, folder = zoo.llama(), tmp_path / "history"
+    first = ap.watch(model, history=folder)
     model(**zoo.batch("llama")).loss.backward()
     first.step(loss_weight=1.0)
+    second = ap.watch(model, history=folder)
+    assert first.closed
+    second.seek(1)
+    model(**zoo.batch("llama")).loss.backward()
     second.step(loss_weight=0.5)
-    first.close()
-    with pytest.raises(ap.BadRequest, match="Another watch writes"):
-        second.close()
-    assert pd.read_parquet(tmp_path / "history")["loss_weight"].unique().tolist() == [1.0]
+    with pytest.raises(ap.BadRequest, match="is being written by process"):
+        ap.watch(zoo.llama(), history=folder)
+    second.close()
+    table = pd.read_parquet(folder)
+    assert table.groupby("step")["loss_weight"].first().tolist() == [1.0, 0.5]
+    ap.watch(zoo.llama(), history=folder).close()
+
+
+def test_a_disk_that_refuses_ends_no_training_loses_no_row_and_is_tried_again_later(tmp_path, monkeypatch) -> None:
+    folder, tries = tmp_path / "history", []
+    real = History.append
+    clock = [0.0]
+    monkeypatch.setattr(steps_module.time, "monotonic", lambda: clock[0])
+
+    def append(self, rows):
+        tries.append(clock[0])
+        if clock[0] < 500:
+            raise OSError(28, "No space left on device")
+        real(self, rows)
+
+    monkeypatch.setattr(History, "append", append)
+    model = zoo.llama()
+    with ap.watch(model, history=folder) as watch:
+        with pytest.warns(UserWarning, match="could not be written .*its rows wait in memory") as told:
+            for step in range(30):
+                clock[0] = 31.0 * step
+                model(**zoo.batch("llama", seed=step)).loss.backward()
+                watch.step(loss_weight=1.0)
+        assert len(told) == 1
+        assert tries == sorted(tries)
+        refused = [when for when in tries if when < 500]
+        assert len(refused) <= 5  # 31, then after 30, 60, 120, 240 seconds
+        assert watch.history()["step"].nunique() == 30
+    assert pd.read_parquet(folder)["step"].unique().tolist() == list(range(30))
+
+
+def test_a_checkpoint_carries_the_rows_that_were_not_written(tmp_path) -> None:
+    model, folder = zoo.llama(), tmp_path / "history"
+    whole = run(None, 0, 8)
+    lost = ap.watch(model, history=folder)
+    for step in range(5):
+        model(**zoo.batch("llama", seed=step)).loss.backward()
+        lost.step(loss_weight=1 / 16)
+        if step == 1:
+            lost.flush()
+    torch.save(lost.state_dict(), tmp_path / "checkpoint.pt")
+    lost._recorder.steps.waiting.clear()  # killed before it could write
+    lost.close()
+    resumed = ap.watch(model, history=folder)
+    resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    for step in range(5, 8):
+        model(**zoo.batch("llama", seed=step)).loss.backward()
+        resumed.step(loss_weight=1 / 16)
+    resumed.close()
+    table = pd.read_parquet(folder)
+    assert table["step"].unique().tolist() == list(range(8))
+    assert not table.duplicated(["step", "module", "use", "head"]).any()
+    assert len(table) == len(whole.history())
+    with pytest.raises(ap.BadInput, match="what state_dict"):
+        ap.watch(model).load_state_dict({})
+
+
+def test_a_hole_that_a_resumed_run_leaves_is_said(tmp_path) -> None:
+    model, folder = zoo.llama(), tmp_path / "history"
+    run(folder, 0, 3, model=model)
+    with ap.watch(model, history=folder) as watch:
+        watch.seek(6)
+        model(**zoo.batch("llama")).loss.backward()
+        with pytest.warns(UserWarning, match="has no steps 3 to 5"):
+            watch.step(loss_weight=1.0)
+
+
+def test_an_interrupt_between_writing_and_forgetting_doubles_no_row(tmp_path, monkeypatch) -> None:
+    model, folder = zoo.llama(), tmp_path / "history"
+    real = History.append
+
+    def interrupted(self, rows):
+        real(self, rows)
+        raise KeyboardInterrupt
+
+    with ap.watch(model, history=folder) as watch:
+        for step in range(3):
+            model(**zoo.batch("llama", seed=step)).loss.backward()
+            watch.step(loss_weight=1.0)
+        monkeypatch.setattr(History, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            watch.flush()
+        monkeypatch.setattr(History, "append", real)
+        model(**zoo.batch("llama", seed=3)).loss.backward()
+        watch.step(loss_weight=1.0)
+    table = pd.read_parquet(folder)
+    assert not table.duplicated(["step", "module", "use", "head"]).any()
+    assert table["step"].unique().tolist() == [0, 1, 2, 3]
+
+
+def test_a_folder_that_vanishes_or_is_replaced_is_noticed_and_nothing_is_lost(tmp_path) -> None:
+    model, folder = zoo.llama(), tmp_path / "history"
+    watch = ap.watch(model, history=folder)
+    model(**zoo.batch("llama")).loss.backward()
+    watch.step(loss_weight=1.0)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with pytest.raises(ap.BadRequest, match="was removed or replaced while it was written"):
+        watch.flush()
+    assert len(watch.history()) == 8
+    assert list(folder.iterdir()) == []
+    with pytest.raises(ap.BadRequest, match="was removed or replaced"):
+        watch.close()
+
+
+def test_a_forked_child_that_closes_the_watch_writes_nothing(tmp_path) -> None:
+    model, folder = zoo.llama(), tmp_path / "history"
+    watch = ap.watch(model, history=folder)
+    model(**zoo.batch("llama")).loss.backward()
+    watch.step(loss_weight=1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            watch.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert not list(folder.glob("part-*"))
+    with pytest.raises(ap.BadRequest, match="is being written by"):
+        ap.watch(zoo.llama(), history=folder)  # the child has not given the folder up
+    watch.close()
+    assert pd.read_parquet(folder)["step"].unique().tolist() == [0]
 
 
 def test_a_merged_step_that_is_still_open_makes_the_loss_weight_unknown() -> None:
