@@ -152,7 +152,8 @@ def _write(
     overwrite: bool,
     more: dict[str, pd.DataFrame] | None = None,
 ) -> None:
-    from .files.export import new_folder, write_frame, write_json
+    from .files.export import write_frame, write_json
+    from .files.folders import new_folder
     from .files.latex import heads_table
     from .page.report import html, named_heads
 

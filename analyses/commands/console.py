@@ -93,7 +93,8 @@ def print_json(value: Any) -> None:
 
 def checked(out: Path | None, tables: str, *, overwrite: bool) -> Sequence[str]:
     """The formats of `--tables`; a destination that cannot be had is refused before any work is done."""
-    from ..files.export import check_out, wanted_tables
+    from ..files.export import wanted_tables
+    from ..files.folders import check_out
 
     formats = wanted_tables(tables)
     if out is not None:
@@ -116,7 +117,7 @@ def finish(
     Args:
         files: what lies where afterwards; {out} is the folder.
     """
-    from ..files.export import new_folder
+    from ..files.folders import new_folder
 
     if as_json:
         print_json(found())

@@ -104,11 +104,22 @@ def convert(
     print(converted(folder))
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    clean: Annotated[
+        Path | None, typer.Option("--clean", help="A folder: remove what killed runs left in it, and do nothing else.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Run one tiny model per adapter and print how well both laws hold; exit code 1 when one does not.
 
     Example: advantage-probe doctor
     """
+    if clean is not None:
+        from ..files.folders import sweep
+
+        gone = sweep(clean)
+        print("\n".join(f"removed {path}" for path in gone) or f"nothing was left in {clean}")
+        return
     from .doctor import ADAPTERS, examined
 
     done = []

@@ -95,7 +95,7 @@ def dynamics(
     from ..dynamics import report
     from ..dynamics.course import load, runs_in
     from ..dynamics.saved_models import models_in
-    from ..files.export import check_writable
+    from ..files.folders import check_writable
 
     if checkpoints is not None and (keep, tunnel, seeds, steps) != (None, "", None, None):
         raise BadInput("--checkpoints reads finished runs; leave --keep, --tunnel, --seeds and --steps out.")

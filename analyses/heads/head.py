@@ -26,7 +26,8 @@ from ...hooks.sequences import NON_TOKENS
 from ...probe.law.definition import law
 from ...probe.state import Key, label, shared_modules
 from ...probe.tables import spell
-from ..files.export import new_folder, write_frame
+from ..files.export import write_frame
+from ..files.folders import new_folder
 from ..pictures.plots import head_map
 from .checked import check
 from .question import Question, question

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ...hooks.errors import BadInput
 from ...probe.history import convert as convert_history
-from ..files.export import FORMATS, new_folder, write_frame, write_json
+from ..files.export import FORMATS, write_frame, write_json
+from ..files.folders import new_folder
 from ..files.names import HISTORY
 from .stored import FORMAT, open_run
 

@@ -18,7 +18,7 @@ from advantage_probe.analyses.commands.console import progress
 from advantage_probe.analyses.dynamics import course
 from advantage_probe.analyses.dynamics import examined as dynamics
 from advantage_probe.analyses.dynamics import report as dynamics_report
-from advantage_probe.analyses.files.export import new_folder
+from advantage_probe.analyses.files.folders import new_folder
 from advantage_probe.analyses.wind_tunnels.training.recipes import SHIPPED
 
 SEEDS = (0, 1, 2, 3, 4)

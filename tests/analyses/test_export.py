@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from advantage_probe.analyses.files import export
+from advantage_probe.analyses.files import export, folders
 from advantage_probe.hooks.errors import BadInput, BadRequest
 
 NASTY = [
@@ -161,7 +161,7 @@ def interrupted() -> None:
 
 
 def filled(out: Path, word: str) -> None:
-    with export.new_folder(out, overwrite=True) as folder:
+    with folders.new_folder(out, overwrite=True) as folder:
         for name in ("run.json", "one", "two"):
             (folder / name).write_text(word, encoding="utf-8")
 
@@ -172,7 +172,7 @@ def test_an_existing_empty_folder_stays_empty_until_the_run_is_whole(
     out = tmp_path / "out"
     out.mkdir()
     for failure in (full, interrupted):
-        with pytest.raises((BadInput, KeyboardInterrupt)), export.new_folder(out) as folder:
+        with pytest.raises((BadInput, KeyboardInterrupt)), folders.new_folder(out) as folder:
             (folder / "one").write_text("one", encoding="utf-8")
             assert list(out.iterdir()) == []
             failure()
@@ -198,9 +198,9 @@ def test_an_existing_empty_folder_stays_empty_until_the_run_is_whole(
 def test_a_reader_finds_the_earlier_result_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, seen, stop = tmp_path / "out", set(), threading.Event()
     filled(out, "0")
-    if not export._traded(*(Path(shutil.copytree(out, tmp_path / name)) for name in ("a", "b"))):
+    if not folders._traded(*(Path(shutil.copytree(out, tmp_path / name)) for name in ("a", "b"))):
         pytest.skip("this file system cannot let two folders trade names")
-    monkeypatch.setattr(export.shutil, "rmtree", lambda *_, **__: None)  # what a reader holds open is not the question
+    monkeypatch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # what a reader holds open is not the question
 
     def read() -> None:
         while not stop.is_set():
@@ -233,13 +233,13 @@ def test_a_run_that_cannot_be_replaced_stays_where_it_was(
         return full() if target == out and path.name != "run" else rename(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_traded", full if trades else lambda *_: False)
+        patch.setattr(folders, "_traded", full if trades else lambda *_: False)
         patch.setattr(Path, "rename", last)
         with pytest.raises(BadInput, match="what was there is unchanged"):
             filled(out, "second")
     assert (out / "run.json").read_text(encoding="utf-8") == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    monkeypatch.setattr(export, "_traded", lambda *_: False)
+    monkeypatch.setattr(folders, "_traded", lambda *_: False)
     filled(out, "third")
     assert (out / "run.json").read_text(encoding="utf-8") == "third"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -267,23 +267,23 @@ def test_a_full_disk_is_told_with_the_name_that_the_user_gave(tmp_path: Path) ->
     for error in (Wrapped("I/O error: No space left on device (os error 28)"), OSError(28, "No space left on device")):
         with (
             pytest.raises(BadInput, match=r"run' could not be written .*No space left.*nothing was left there"),
-            export.new_folder(tmp_path / "run"),
+            folders.new_folder(tmp_path / "run"),
         ):
             raise error
     with (
         pytest.raises(BadInput, match=r"run' could not be written .*No space"),
-        export.new_folder(tmp_path / "run") as folder,
+        folders.new_folder(tmp_path / "run") as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(os, "replace", full)
         export.write_text("x", folder / "inside.txt")
-    with pytest.raises(RuntimeError), export.new_folder(tmp_path / "run"):
+    with pytest.raises(RuntimeError), folders.new_folder(tmp_path / "run"):
         raise RuntimeError("a mistake of ours stays what it is")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_files_of_a_run_can_be_read_by_others(tmp_path: Path) -> None:
-    with export.new_folder(tmp_path / "run") as folder:
+    with folders.new_folder(tmp_path / "run") as folder:
         (folder / "bases").mkdir(mode=0o700)
         (folder / "bases" / "secret").touch(mode=0o600)
     assert (tmp_path / "run" / "bases").stat().st_mode & 0o777 == 0o755

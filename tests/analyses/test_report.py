@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 
-from advantage_probe.analyses.files import export, latex
+from advantage_probe.analyses.files import export, folders, latex
 from advantage_probe.analyses.inputs.corpus import Window
 from advantage_probe.analyses.page.report import html
 from advantage_probe.analyses.runs.analyze import analyze
@@ -126,15 +126,15 @@ def test_broken_unicode_is_spelled_readably(tmp_path) -> None:
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(RuntimeError), export.new_folder(out) as folder:
+    with pytest.raises(RuntimeError), folders.new_folder(out) as folder:
         (folder / "half").write_text("half", encoding="utf-8")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    with export.new_folder(out) as folder:
+    with folders.new_folder(out) as folder:
         (folder / "whole").write_text("whole", encoding="utf-8")
         assert not out.exists()
     assert [path.name for path in out.iterdir()] == ["whole"]
-    with pytest.raises(BadInput, match="not empty"), export.new_folder(out):
+    with pytest.raises(BadInput, match="not empty"), folders.new_folder(out):
         pass
 
 
