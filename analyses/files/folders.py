@@ -92,11 +92,11 @@ def _put(work: Path, out: Path, earlier: tuple[int, int] | None) -> None:
         except OSError as error:
             if _identity(out) is None and not out.is_file():
                 raise
-            raise BadInput(
+            raise _Taken(
                 f"{str(out)!r} appeared while the run was on and is left as it is; give another --out."
             ) from error
     elif _identity(out) != earlier:
-        raise BadInput(
+        raise _Taken(
             f"{str(out)!r} was replaced by another while the run was on and is left as it is; give another --out."
         )
     elif not _traded(work, out):
