@@ -7,6 +7,7 @@ its update directions and its strongest pairs. The page shows a selection; the f
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import zlib
@@ -76,11 +77,10 @@ def left_out(run: Run, data: dict[str, Any]) -> str:
 
 
 def plotly() -> str:
-    """plotly's script, compressed, as text: the page inflates it."""
+    """plotly's script, which the page holds compressed and inflates."""
     import plotly as library
 
-    script = Path(library.__file__).parent / "package_data" / "plotly.min.js"
-    return base64.b64encode(zlib.compress(script.read_bytes(), 9)).decode("ascii")
+    return (Path(library.__file__).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 def script_json(value: Any) -> Any:
@@ -102,7 +102,9 @@ def html(run: Run) -> str:
     record, cloud, training = run.record, run.more.get("manifold"), "history" in run.more
     found = resampled(run.sequences)
     resolved = None if found is None else found.singled_out("routing_pressure")[0]
-    library = plotly() if cloud is not None and not cloud.empty else ""
+    drawn = plotly() if cloud is not None and not cloud.empty else ""
+    library = base64.b64encode(zlib.compress(drawn.encode(), 9)).decode("ascii") if drawn else ""
+    own = script(environment)
     room = LIMIT - len(library) - SPARE
     data = packed.data_of(run.heads, run.edges, run.maps, tokens_of(run), resolved, run.more, room)
     apart = ("versions", "texts", "not_captured", "columns_of")
@@ -123,7 +125,8 @@ def html(run: Run) -> str:
         checked=_checked(run.more.get("checked")),
         provenance=[*flat.items(), ("captured", captured(record))],
         data=script_json(data),
-        script=script(environment),
+        script=own,
+        policy=policy(str(own), *([drawn] if drawn else [])),
         plotly=library,
     )
 
@@ -167,6 +170,13 @@ def script(environment: Any) -> Any:
     from markupsafe import Markup
 
     return Markup(environment.loader.get_source(environment, "report.js")[0])
+
+
+def policy(*scripts: str) -> str:
+    """The page's Content-Security-Policy: nothing is fetched, and only these scripts run."""
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") for text in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
 
 
 def run_of(source: Run | Watch | str | os.PathLike[str]) -> Run:

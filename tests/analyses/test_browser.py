@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html as markup
 import json
 import shutil
 from dataclasses import replace
@@ -156,6 +157,16 @@ def labels(page) -> list[str]:
 
 
 @needs_browser
+def test_no_script_runs_but_the_pages_own_and_nothing_can_be_fetched(browser, file, tmp_path: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert "default-src 'none'; script-src 'sha256-" in markup.unescape(text)
+    hostile = text.replace("</body>", "<script>window.broken = true</script></body>")
+    (tmp_path / "hostile.html").write_text(hostile, encoding="utf-8")
+    found, trouble = opened(browser, tmp_path / "hostile.html")
+    assert found.evaluate("window.broken") is None
+    assert any("Content Security Policy" in line for line in trouble)
+
+
 def test_sorting_by_a_column_and_by_name_orders_the_table(page) -> None:
     page.locator("#heads thead button", has_text="coherence").click()
     column = page.locator("#heads thead th").all_inner_texts()
