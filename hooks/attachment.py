@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from . import override
-from .call import AttentionCall, CallSite, FusingReceiver, Needs, Receiver
+from .call import AttentionCall, CallSite, Flash, FlashReceiver, Needs, Receiver
 from .errors import Notices, UnsupportedKernel
 from .forward import Forward, Running
 from .mask_cache import forget
@@ -286,11 +286,11 @@ class Attachment:
             with torch.autocast(call.upstream.device.type, enabled=False):
                 self.receiver.receive(call)
 
-    def fuse(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
+    def flash(self, call: AttentionCall, flash: Flash) -> tuple[Tensor, Tensor, Tensor] | None:
         if not self.open:
             return None
         with torch.autocast(call.upstream.device.type, enabled=False):
-            return cast(FusingReceiver, self.receiver).receive_fused(call)
+            return cast(FlashReceiver, self.receiver).receive_flash(call, flash)
 
     def fail(self, error: Exception) -> None:
         """An error of ours never reaches the user's backward: the attachment closes and the receiver keeps it."""

@@ -11,11 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .sequences import Sequences
 from .site import Site
 from .visibility import Visibility
+
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,12 @@ class Needs:
 
     Attributes:
         inputs: the gradients of query, key and value as the kernel computes them.
-        fused: to compute them itself, in `receive_fused`, where the call allows it.
+        flash: to give the gradients of sdpa's CPU flash kernel itself, in `receive_flash`, where it runs.
         editor: to see the call in the forward pass and put other values or outputs in their place, instead of any gradient.
     """
 
     inputs: bool = False
-    fused: bool = False
+    flash: bool = False
     editor: Editor | None = None
 
 
@@ -45,6 +49,7 @@ class CallSite:
         implementation: name of the kernel that ran.
         sequences: what the rows of the batch are: tokens, padding, identity.
         hidden: the kernel dropped attention weights and does not say which; α is known, w and D are not.
+        beside: why the kernel keeps its own backward, where the receiver would have given the gradients; else "".
     """
 
     site: Site
@@ -56,6 +61,7 @@ class CallSite:
     implementation: str
     sequences: Sequences
     hidden: bool = False
+    beside: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,6 +107,40 @@ def is_plain(softcap: float | None, sinks: Tensor | None, weights: object, hidde
     return softcap is None and sinks is None and weights is None and not hidden
 
 
+@dataclass(frozen=True, eq=False)
+class Flash:
+    """How sdpa's flash kernel on the CPU ran: what it was given and what it returned.
+
+    query (B,H,Q,D), key, value (B,K,S,D): H is a multiple of K. output (B,H,Q,D). normalizer (B,H,Q): the log-sum-exp of
+    the scores. mask: what was added to the scores, in their dtype, broadcastable to (B,H,Q,S), or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    normalizer: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+    def gradients(self, upstream: Tensor) -> Gradients:
+        """∂L/∂q, ∂L/∂k, ∂L/∂v by the kernel's own backward, from ∂L/∂output (B,H,Q,D)."""
+        found: Gradients = _BACKWARD(
+            upstream,
+            self.query,
+            self.key,
+            self.value,
+            self.output,
+            self.normalizer,
+            0.0,
+            self.causal,
+            attn_mask=self.mask,
+            scale=self.scale,
+        )
+        return found
+
+
 class Editor(Protocol):
     """Sees calls while the model runs, with or without gradients. What it raises reaches whoever runs the model."""
 
@@ -131,10 +171,10 @@ class Receiver(Protocol):
         """Told that something could not be read; raised by the receiver at the next step or read."""
 
 
-class FusingReceiver(Receiver, Protocol):
-    """A receiver that answers `Needs(fused=True)`."""
+class FlashReceiver(Receiver, Protocol):
+    """A receiver that answers `Needs(flash=True)`."""
 
-    def receive_fused(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Handed the call in the backward pass where `Needs.fused` was answered; returns ∂L/∂ of query (B,H,Q,D), key
-        (B,K,S,D) and value (B,K,S,V). When it raises, the kernel is run again for them.
+    def receive_flash(self, call: AttentionCall, flash: Flash) -> tuple[Tensor, Tensor, Tensor]:
+        """Handed the call and the kernel in the backward pass; returns the gradients of the kernel's query, key and value.
+        When it raises, the kernel's own backward gives them.
         """

@@ -74,7 +74,7 @@ class Running:
 class _Stacks(threading.local):
     def __init__(self) -> None:
         self.modules: list[Running] = []
-        self.calls: list[nn.Module | None] = []
+        self.calls: list[Any] = []  # modules, seams for the flash kernel, or None
         self.read = 0  # calls that reached an adapter, ever
 
     def innermost(self) -> Running | None:

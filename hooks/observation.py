@@ -7,17 +7,18 @@ all: ask who observes, tap the inputs where their gradients are wanted, run, tap
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .attachment import Plan
-from .call import AttentionCall, CallSite, Editor, is_plain
+from .call import AttentionCall, CallSite, Editor
 from .errors import ProbeError
+from .flash import Seam
 from .forward import stacks
-from .tap import Delivery, Replay, fusable, fused, tap_inputs, tap_output
+from .tap import Delivery, Replay, tap_inputs, tap_output
 from .visibility import Structure, Visibility
 
 
@@ -47,6 +48,7 @@ class Reading:
 
 
 Run = Callable[[Tensor], tuple[Tensor, Any]]
+_NOT_PLAIN = "the call has a cap, sinks, a bias or dropout, or several receivers"
 
 
 class Observation:
@@ -104,17 +106,29 @@ class Observation:
                 (value,) = tap_inputs(delivery, plan.anchor, value=value)
         for editor, call in self._edits:
             value = editor.value(call, value)
-        stacks.calls.append(None)
+        seam = self._seam()
+        stacks.calls.append(seam)
         try:
             output, second = run(value)
         finally:
             stacks.calls.pop()
         if self._reading is not None:
-            output = self._tapped(self._reading, value, output, second)  # watches see what the kernel computed
+            output = self._tapped(self._reading, value, output, second, seam)  # watches see what the kernel computed
             for editor, call in self._edits:
                 now = self._now(self._reading, call, value, output, second)
                 output = editor.output(now).transpose(1, 2)
         return output, second
+
+    def _seam(self) -> Seam | None:
+        """Where the kernel may find a backward of the receiver's; None where nobody offers one or the call is not plain."""
+        reading = self._reading
+        if reading is None or len(self._deliveries) != 1 or self._edits or not self._deliveries[0][0].needs.flash:
+            return None
+        plan, delivery = self._deliveries[0]
+        plain = reading.softcap is None and reading.sinks is None and reading.bias is None and reading.late is None
+        if not plain or reading.dropout or plan.needs.inputs:
+            return None
+        return Seam(delivery, plan.attachment.flash, reading.mask, self.query, self.key)
 
     def _now(self, reading: Reading, call: CallSite, value: Tensor, output: Tensor, second: Any) -> AttentionCall:
         """The call as an editor sees it."""
@@ -144,7 +158,7 @@ class Observation:
             weights=weights,
         )
 
-    def _tapped(self, reading: Reading, value: Tensor, output: Tensor, second: Any) -> Tensor:
+    def _tapped(self, reading: Reading, value: Tensor, output: Tensor, second: Any, seam: Seam | None) -> Tensor:
         named = {"query": self.query, "key": self.key, "value": value, "mask": reading.mask, "bias": reading.bias}
         named |= {"sinks": reading.sinks, "weights": second if reading.weights else None}
         present = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
@@ -153,6 +167,8 @@ class Observation:
             if plan.needs.inputs and reading.late is not None:
                 delivery.hook_inputs(reading.late)
             delivery.parts = ("output", *present)
+            if plan.needs.flash and not (seam is not None and seam.taken):
+                delivery.call = replace(delivery.call, beside=_NOT_PLAIN if seam is None else seam.reason)
             if plan.call is None:
                 reachable = output.requires_grad or plan.anchor is not None
                 plan.attachment.receiver.seen(delivery.call, heads, group, reachable)
@@ -160,7 +176,8 @@ class Observation:
                     continue
                 if plan.hooked:
                     plan.attachment.await_recomputation(plan, self.query, delivery.call, delivery)
-            output = tap_output(delivery, output, tuple(present.values()), plan.anchor)
+            if seam is None or not seam.taken:
+                output = tap_output(delivery, output, tuple(present.values()), plan.anchor)
         return output
 
 
@@ -179,58 +196,8 @@ def observe(
         run: the original kernel on these three; returns the output (B,Q,H,V) and its second result.
         read: the call's other arguments.
     """
-    if len(plans) == 1 and plans[0].needs.fused:
-        output = _fused(plans[0], query, key, value, run, read)
-        if output is not None:
-            return output, None
     observation = Observation(plans, query, key, read)
     return observation.complete(value, lambda last: run(observation.query, observation.key, last))
-
-
-def _fused(
-    plan: Plan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]],
-    read: Callable[[], Reading],
-) -> Tensor | None:
-    """The output behind a backward of the receiver's own; None where the kernel has to keep its backward."""
-    wanting = query.requires_grad or key.requires_grad or value.requires_grad
-    if not wanting or plan.call is not None or plan.hooked or plan.deferred:
-        return None
-    try:
-        reading = read()
-    except ProbeError:
-        return None
-    drops = reading.weights or reading.dropout or None
-    if reading.late is not None or not is_plain(reading.softcap, reading.sinks, drops, reading.hidden):
-        return None
-    call = site_of(plan, reading, query, key)
-    visibility = Visibility(
-        reading.structure,
-        query.shape[2],
-        key.shape[2],
-        reading.mask,
-        reading.bias,
-        call.sequences.query_rows,
-        len(reading.added),
-        plan.site.kind != "cross",
-    )
-    if not fusable(visibility, query.shape[0], reading.mask, reading.bias):
-        return None
-    heads, group, attachment = query.shape[1], query.shape[1] // key.shape[1], plan.attachment
-    attachment.receiver.seen(call, heads, group, True)
-    others = {name: part for name, part in (("mask", reading.mask), ("bias", reading.bias)) if part is not None}
-    parts = ("output", "query", "key", "value", *others)
-    delivery = Delivery(
-        call, reading.structure, parts, attachment.deliver, attachment.fail, attachment.passed, inputs=False
-    )
-    stacks.calls.append(None)
-    try:
-        return fused(delivery, attachment.fuse, run, query, key, value, *others.values())
-    finally:
-        stacks.calls.pop()
 
 
 def site_of(plan: Plan, reading: Reading, query: Tensor, key: Tensor) -> CallSite:

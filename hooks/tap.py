@@ -4,10 +4,6 @@ A tap is an identity in the graph behind the kernel's output. It saves query, ke
 that activation checkpointing and offloading treat them as they treat everything else, and it gives the receiver its
 call from inside the backward pass. A closure that kept the tensors from the forward on would undo checkpointing; a hook
 on the tensor would hold them as well. Values and gradients pass through untouched, bit for bit.
-
-On request a pass of the receiver's own replaces the kernel's backward: it recomputes α, b and E anyway, and returns ∂L/∂q,
-∂L/∂k, ∂L/∂v along with what it adds up. The kernel runs forward as always. That changes the last bits of the model's
-gradients, and happens only for calls whose every query row counts; all others keep the kernel's backward.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .call import AttentionCall, CallSite
 from .errors import UnsupportedKernel
@@ -29,11 +24,6 @@ Deliver = Callable[[AttentionCall], None]
 Fail = Callable[[Exception], None]
 # query, key, value, mask, bias → w (B,H,Q,S), the weights after dropout
 Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-
-
-Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
-# the call, assembled in the backward pass → its input gradients, or None when they have to come from the kernel
-Fuse = Callable[[Any], tuple[Tensor, Tensor, Tensor] | None]
 
 
 class Delivery:
@@ -95,6 +85,11 @@ class Delivery:
         self.count += 1
         return call
 
+    def settle(self) -> None:
+        """Note that the gradient has passed."""
+        self.pending = _graph_kept()
+        self.passed()
+
     def hook_inputs(self, inputs: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]]) -> None:
         """Have the gradients of inputs that were used already complete the call; those that need none are unknown."""
         for name, (tensor, arrange) in inputs.items():
@@ -145,8 +140,7 @@ class _OutputTap(torch.autograd.Function):
                     delivery.deliver(call)
         except Exception as error:
             delivery.fail(_named(error, delivery.call))
-        delivery.pending = _graph_kept()
-        delivery.passed()
+        delivery.settle()
         return None, None, upstream, *unused
 
 
@@ -207,72 +201,3 @@ def tap_inputs(delivery: Delivery, anchor: Tensor | None, **inputs: Tensor) -> t
     """Some of query, key and value, unchanged, whose gradients complete the delivery."""
     tapped: tuple[Tensor, ...] = _InputTap.apply(delivery, tuple(inputs), anchor, *inputs.values())
     return tapped
-
-
-def fusable(visibility: Visibility, batch: int, *tensors: Tensor | None) -> bool:
-    """True where every query row counts and sees a key, and nothing but query, key and value wants a gradient."""
-    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return False
-    device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
-    counted = visibility.counted(batch, device)
-    seen, _ = visibility.counts(batch, counted)
-    return bool(counted.all()) and bool((seen > 0).all())
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        delivery: Delivery,
-        fuse: Fuse,
-        run: Kernel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *others: Tensor,
-    ) -> Tensor:
-        output, _ = run(query, key, value)
-        ctx.delivery, ctx.fuse, ctx.run = delivery, fuse, run
-        kind = query.device.type
-        ctx.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output, query, key, value, *others)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (upstream,) = gradients
-        delivery: Delivery = ctx.delivery
-        unused = (None,) * (len(delivery.parts) - 4)
-        if upstream is None:
-            return None, None, None, None, None, None, *unused
-        saved = ctx.saved_tensors
-        inputs = saved[1:4]
-        found = None
-        try:
-            with torch.no_grad():
-                found = ctx.fuse(delivery.assemble(saved, upstream))
-        except Exception as error:
-            delivery.fail(error)
-        if found is None:
-            with ctx.autocast:  # as in the forward: the kernel may have got its inputs in several precisions
-                found = _by_the_kernel(ctx.run, inputs, upstream)
-        delivery.pending = False
-        delivery.passed()
-        return None, None, None, *(part.to(given.dtype) for part, given in zip(found, inputs)), *unused
-
-
-def _by_the_kernel(run: Kernel, inputs: tuple[Tensor, ...], upstream: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of the kernel itself, run once more."""
-    with torch.enable_grad():
-        leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
-        output, _ = run(*leaves)
-    return torch.autograd.grad(output, leaves, upstream.to(output.dtype))
-
-
-def fused(
-    delivery: Delivery, fuse: Fuse, run: Kernel, query: Tensor, key: Tensor, value: Tensor, *others: Tensor
-) -> Tensor:
-    """The kernel's output (B,Q,H,V); in its backward `fuse` gives the gradients. `others` as in `delivery.parts[4:]`."""
-    return _Fused.apply(delivery, fuse, run, query, key, value, *savable(others))

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .operator.draws import drawn
 from .student import quantile
 
 REPLICATES = 200
@@ -46,6 +47,9 @@ def weights(identities: Sequence[int]) -> Tensor:
 def _weights(identities: tuple[int, ...]) -> Tensor:
     if not identities:
         return torch.zeros(REPLICATES, 0, dtype=torch.float64)
+    found = drawn(identities, REPLICATES, _CUMULATIVE)
+    if found is not None:
+        return torch.from_numpy(found)
     return torch.from_numpy(np.stack([_draw(identity) for identity in identities], axis=1).astype(np.float64))
 
 

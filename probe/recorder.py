@@ -14,19 +14,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..hooks.adapters import transformer_lens
 from ..hooks.attach import attach
-from ..hooks.call import AttentionCall, CallSite, Needs
+from ..hooks.call import AttentionCall, CallSite, Flash, Gradients, Needs
 from ..hooks.errors import BadRequest, ClosedWatch, NoAttentionSeen, NoGradientReached
 from ..hooks.site import Site
 from . import tables
 from .columns import COLUMNS
 from .history import History
-from .law import compiled_block
 from .law.strongest import RankBy
 from .law.vectors import Vectors
+from .operator import classes, ways
+from .operator.one_pass import EdgeRequest
+from .operator.report import Ways
 from .state import State, Step
 from .statistics import Sums
 from .steps import Steps, loggers
@@ -53,12 +55,8 @@ class Options:
             one table; a resumed run gives the same folder and calls `seek(step)`. None: steps are kept in memory.
         logger: a callable `(dict, step)`, or several; told after each observed step, with flat names such as
             `probe/L3H7/routing_pressure` (see `TensorBoardLogger`, `WandbLogger`).
-        fused: let one pass give the gradients of `scaled_dot_product_attention` and the statistics, instead of the kernel's
-            backward and a pass of our own. Cheaper on a CPU, but the last bits of the model's gradients change; calls with
-            dropout, caps, sinks, padding or a checkpoint around them keep the kernel's backward.
-        compiled: let torch.compile make the part of the pass between the products, for the CPU. That takes a C++ compiler
-            and, when first used on a machine, about 15 seconds here; afterwards the pass costs about half. Calls with
-            dropout or sinks, `detail="edges"` and other devices run as without it.
+        fused, compiled: ignored, and gone in the next release: one C++ pass gives the kernel's own gradients, bit for bit,
+            along with the statistics wherever it can; `modules()` tells where.
         singly: also keep the sums of every sequence, so that runs can be compared sequence by sequence; see `sequences()`.
 
     Raises:
@@ -91,6 +89,14 @@ class Options:
             raise BadRequest("scaler must be a GradScaler: an object with get_scale().")
         if self.rank_by not in ("score_gradient", "knockout"):
             raise BadRequest(f'rank_by must be "score_gradient" or "knockout", not {self.rank_by!r}.')
+        for name in ("fused", "compiled"):
+            if getattr(self, name):
+                warnings.warn(
+                    f"advantage_probe: {name}= is ignored and goes in the next release; the C++ operator does the same by "
+                    "default, with the kernel's own gradients.",
+                    DeprecationWarning,
+                    stacklevel=4,
+                )
         for name in ("layers", "heads"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
 
@@ -122,7 +128,7 @@ class Recorder:
         self._weighed: float | None = None
         self._step_weights: list[float | None] = []
         self._scale: float | None = None
-        self._compiled = options.compiled and options.detail != "edges"
+        self.ways = Ways()
         size = sum(parameter.numel() for parameter in model.parameters())
         named = f"{self.model_name} with {size:,} parameters"
         self.steps = Steps(
@@ -130,8 +136,8 @@ class Recorder:
             loggers(options.logger),
             options.every,
         )
-        if self._compiled:
-            _prepare(model, options.fused)
+        if next(model.parameters(), torch.zeros(())).device.type == "cpu":
+            ways.usable()  # built now, not in the middle of the first step
         self.attachment = attach(model, self, reach_all=options.reach_all)
         _announce_processing(model)
 
@@ -141,37 +147,39 @@ class Recorder:
             return None
         if self.options.layers is not None and site.layer not in self.options.layers:
             return None
-        return Needs(fused=self.options.fused)
+        return Needs(flash=ways.usable())
 
     def seen(self, call: CallSite, heads: int, group: int, reachable: bool) -> None:
         with self.lock:
             self.open.seen(call, heads, group, reachable)
 
     def receive(self, call: AttentionCall) -> None:
-        self._add(call, gradients=False)
+        way = self._add(call, None)
+        self.ways.note(call, way, call.beside)
 
-    def receive_fused(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self._add(call, gradients=True)
-        assert rows.query_gradient is not None
-        assert rows.key_gradient is not None
-        by_value = rows.value_gradient
-        if call.group > 1:
-            by_value = by_value.unflatten(1, (-1, call.group)).sum(2)
-        return rows.query_gradient, rows.key_gradient, by_value
+    def receive_flash(self, call: AttentionCall, flash: Flash) -> Gradients:
+        request = EdgeRequest(self._edges, self.options.rank_by == "knockout")
+        rows, gradients, way = classes.attend(call, flash, request)
+        self._add(call, rows)
+        self.ways.note(call, way, "" if way == classes.ONE_PASS else "the one pass did not give the kernel's bits")
+        return gradients
 
-    def _add(self, call: AttentionCall, gradients: bool) -> Vectors:
+    @property
+    def _edges(self) -> int:
+        return self.options.edges if self.options.detail == "edges" else 0
+
+    def _add(self, call: AttentionCall, rows: Vectors | None) -> str:
         scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
         with self.lock:
             self._scale = scale
             return self.open.add(
                 call,
-                edges=self.options.edges if self.options.detail == "edges" else 0,
+                edges=self._edges,
                 rank_by=self.options.rank_by,
                 tokens=self.options.detail in ("tokens", "edges"),
                 singly=self.options.singly,
                 scale=scale * (self._weighed or 1.0),
-                gradients=gradients,
-                compiled=self._compiled,
+                rows=rows,
             )
 
     def refuse(self, error: Exception) -> None:
@@ -350,14 +358,6 @@ def _announce_processing(model: nn.Module) -> None:
             f"attention columns are those of the original model, {', '.join(other)} are not.",
             stacklevel=6,
         )
-
-
-def _prepare(model: nn.Module, fused: bool) -> None:
-    """Compile the pass now, where the model is on a CPU, so that a machine that cannot is told before any work."""
-    parameter = next(model.parameters(), torch.zeros(()))
-    if parameter.device.type == "cpu":
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        compiled_block.compiled(dtype, True, fused)
 
 
 def _weight(given: Any) -> float:

@@ -17,9 +17,10 @@ from ..hooks.site import Site
 from .columns import INDEX
 from .documents import units
 from .edges import TopEdges
-from .law import blocks
 from .law.strongest import RankBy
 from .law.vectors import Vectors
+from .operator import ways
+from .operator.one_pass import EdgeRequest
 from .statistics import DEGREE, Sums, sequence_sums
 from .tokens import Tokens, positions, token_rows
 from .updates import Updates
@@ -180,22 +181,23 @@ class State:
         tokens: bool = False,
         singly: bool = False,
         scale: float = 1.0,
-        gradients: bool = False,
-        compiled: bool = False,
-    ) -> Vectors:
-        """Add one call; returns its vectors, with ∂L/∂q and ∂L/∂k if `gradients`.
+        rows: Vectors | None = None,
+    ) -> str:
+        """Add one call; returns which way it was computed, where `rows` were not given.
 
         Args:
             edges: how many edges per head and direction to keep, and rank_by: which; tokens: whether to keep token rows.
             singly: whether to keep the sums of every sequence.
-            scale: the loss scale that u carries; it is taken out. compiled: see `blocks.vectors`.
+            scale: the loss scale that u carries; it is taken out. rows: the call's vectors, where they are known.
 
         Raises:
             LawViolated: when the recomputed weights do not reproduce the kernel's output.
         """
         if call.hidden:  # α is known, w is not: nothing that u enters can be said
             call, edges, tokens = replace(call, upstream=torch.zeros_like(call.upstream)), 0, False
-        rows = blocks.vectors(call, edges=edges, rank_by=rank_by, tokens=tokens, gradients=gradients, compiled=compiled)
+        way = ""
+        if rows is None:
+            rows, way = ways.vectors(call, EdgeRequest(edges, rank_by == "knockout"), tokens)
         found = units(call)
         sums = sequence_sums(call, rows, found)
         heads = call.query.shape[1]
@@ -233,7 +235,7 @@ class State:
             entry.tokens.merge(shown)
         if edges or tokens:  # rows name their sequence; sums do not, and a long training would fill the memory
             self.sequences.update(dict.fromkeys(identities))
-        return rows
+        return way
 
     def merge(self, other: State) -> None:
         """Add a state of other sequences of the same model."""

@@ -28,6 +28,8 @@ DEGREE = torch.tensor(list(SUMS.values()), dtype=torch.float64)
 
 def sequence_sums(call: AttentionCall, rows: Vectors, found: Units | None = None) -> Tensor:
     """(B,H,C) float64 on the CPU: the sums of every sequence and head of one call; of every unit with `found`."""
+    if found is None and rows.totals is not None:
+        return rows.totals.sums
     value = call.value
     if found is not None:
         value, rows = split(call, rows, found)

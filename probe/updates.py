@@ -38,11 +38,17 @@ class Updates:
 
     def add(self, rows: Vectors, scale: float = 1.0) -> None:
         """Add one call, whose u carries the factor `scale`; heads with non-finite numbers are left out."""
+        if rows.totals is not None:
+            found = rows.totals
+            return self._add(found.total / scale, found.moment / scale**2, found.keys)
         m = rows.value_gradient if scale == 1.0 else rows.value_gradient / scale
         total = -m.sum((0, 2)).double().cpu()
         flat = m.transpose(0, 1).flatten(1, 2)
         moment = torch.matmul(flat.transpose(1, 2), flat).double().cpu()
         keys = (rows.uniform > 0).sum(-1).expand(m.shape[0], m.shape[1]).sum(0).double().cpu()
+        self._add(total, moment, keys)
+
+    def _add(self, total: Tensor, moment: Tensor, keys: Tensor) -> None:
         good = torch.isfinite(total).all(-1) & torch.isfinite(moment).flatten(1).all(-1)
         self.total += torch.where(good[:, None], total, 0.0)
         self.moment += torch.where(good[:, None, None], moment, 0.0)

@@ -282,11 +282,15 @@ class Watch:
     def modules(self) -> pd.DataFrame:
         """One row per attention module; what was not captured says why: "no softmax attention" for layers that mix tokens
         otherwise, "no attention call was seen" for attention that did not run, or not so that it can be read.
+
+        `way`: how its numbers were computed last. "one pass" gives the kernel's gradients and the statistics together; "two
+        products" and "three products" run beside a kernel that keeps its own backward; "blocks in Python" is the way of a
+        machine where the C++ operator cannot be had. `reason`: why it was not the first.
         """
         state, attachment = self._recorder.filled(), self._recorder.attachment
         idle = uncalled(self.model, {key.site.module for key in state.entries}, attachment.silent)
         asked = [site for site in idle if self.options.layers is None or site.layer in self.options.layers]
-        return tables.modules(state, attachment.silent, asked)
+        return self._recorder.ways.beside(tables.modules(state, attachment.silent, asked))
 
     def history(self) -> pd.DataFrame:
         """One row per closed step, module, use and head; with `history=`, earlier parts of the run as well."""

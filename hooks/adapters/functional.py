@@ -22,6 +22,7 @@ from .. import override
 from ..attachment import SHARDED, plans, refuse
 from ..dropout import replay, unreadable
 from ..errors import UnsupportedKernel
+from ..flash import Seam
 from ..forward import Running, stacks
 from ..observation import Observation, Reading, observe
 from ..site import Kind
@@ -84,7 +85,7 @@ def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling():
             return _traced(original, query, key, value, *args, **kwargs)
         if stacks.calls or not isinstance(query, Tensor):
-            return original(query, key, value, *args, **kwargs)
+            return _within(original, query, key, value, *args, **kwargs)
         running, stacks.read = stacks.innermost(), stacks.read + 1
         given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs}
         if query.is_nested or _ringed(original):
@@ -103,13 +104,26 @@ def _attending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 mine if new is old else _as_given(new, mine, query)
                 for new, old, mine in zip(used, (q, k, v), (query, key, value))
             ]
-            return _heads_first(original(*tensors, *args, **kwargs)).transpose(1, 2), None
+            return _heads_first(_within(original, *tensors, *args, **kwargs)).transpose(1, 2), None
 
         output, _ = observe(observers, q, k, v, run, lambda: read(query, q, k, given, added))
         output = output.transpose(1, 2)
         return output if query.dim() == 4 else output.reshape(*query.shape[:-2], *output.shape[-2:])
 
     return scaled_dot_product_attention
+
+
+def _within(
+    original: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The kernel's own call of sdpa, inside a call that is being read: by the seam that waits for it, where one does."""
+    seam = stacks.calls[-1] if stacks.calls else None
+    if isinstance(seam, Seam):
+        given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs}
+        output = seam.attend(query, key, value, given)
+        if output is not None:
+            return output
+    return original(query, key, value, *args, **kwargs)
 
 
 def _traced(

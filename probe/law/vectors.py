@@ -14,6 +14,18 @@ from .strongest import Edges
 
 
 @dataclass(frozen=True, eq=False)
+class Totals:
+    """What a pass added up on its way, float64: sums (B,H,C) as `statistics.sequence_sums` gives them for whole batch rows;
+    of the value gradients over the batch, total (H,V) of −m_j, moment (H,V,V) of m_j m_jᵀ, and the keys in use (H,).
+    """
+
+    sums: Tensor
+    total: Tensor
+    moment: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Vectors:
     """One call, row by row and key by key; rows that do not count hold 0.
 
@@ -58,6 +70,7 @@ class Vectors:
     edges: tuple[Edges, Edges] | None = None
     query_gradient: Tensor | None = None
     key_gradient: Tensor | None = None
+    totals: Totals | None = None
 
 
 def correlation(

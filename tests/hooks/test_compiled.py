@@ -46,7 +46,8 @@ def same(table: Any, expected: Any) -> None:
     assert table["module"].tolist() == expected["module"].tolist()
     assert (table["status"] == "ok").all()
     for name in ("queries", "attention_entropy", "routing_pressure", "content_pressure", "alignment"):
-        assert table[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-4), name
+        # float32, added up in another order: an alignment near 0 is known to about 1e-7
+        assert table[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize("name", BUILDS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from calls import compiler
+from calls import compiler, operator
 from truth import NAME, recorded, reference_registered, relative
 
 from advantage_probe.hooks.call import AttentionCall, CallSite
@@ -16,6 +16,7 @@ from advantage_probe.hooks.site import Site
 from advantage_probe.hooks.visibility import Structure, Visibility
 from advantage_probe.probe.law import blocks as blockwise
 from advantage_probe.probe.law.definition import law, vectors
+from advantage_probe.probe.operator import one_pass
 
 FAMILIES = ("gpt2", "llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "t5", "bart", "bert", "albert")
 ROWS = ("entropy", "sink", "expected", "advantage_square", "missed", "alignment", "score_square", "spread")
@@ -62,13 +63,18 @@ def test_both_laws_are_what_autograd_computes(family: str) -> None:
         assert relative(call.upstream, true.output.grad) == 0.0
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiler)], ids=["passes", "compiled"])
+@pytest.mark.parametrize(
+    "way", ["passes", pytest.param("compiled", marks=compiler), pytest.param("operator", marks=operator)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_block_pass_equals_the_law_in_every_number(family: str, compiled: bool) -> None:
+def test_every_way_equals_the_law_in_every_number(family: str, way: str) -> None:
     for call, _ in run(family, None):
         expected = vectors(call)
-        for entries in (1, 40, 1 << 19):
-            found = blockwise.vectors(call, compiled=compiled, entries=entries)
+        for entries in (1, 40, 1 << 19) if way != "operator" else (0,):
+            if way == "operator":
+                found = one_pass.vectors(call)
+            else:
+                found = blockwise.vectors(call, compiled=way == "compiled", entries=entries)
             assert torch.equal(found.counted, expected.counted)
             assert torch.equal(found.aligned, expected.aligned)
             assert torch.equal(found.blind, expected.blind)
