@@ -46,19 +46,21 @@ def list_tunnels(as_json: Json = False) -> None:
 
     Example: advantage-probe tunnel list
     """
+    from .recipes import task_of
     from .registry import tunnel, tunnel_names
     from .shipped import shipped_names
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in tunnel_names():
         task = tunnel(name)
         row = {"tunnel": name, "positions": task.length, "outcomes": len(task.outcomes)}
-        rows.append(row | {"shipped": name in shipped_names()})
+        models = [model for model in shipped_names() if task_of(model) == name]
+        rows.append(row | {"shipped": bool(models), "models": models})
     if as_json:
         print_json({"tunnels": rows})
         return
     for row in rows:
-        note = "trained model shipped" if row["shipped"] else ""
+        note = f"trained: {', '.join(row['models'])}" if row["shipped"] else ""
         sizes = f"{row['positions']:>3} positions  {row['outcomes']:>3} outcomes"
         typer.echo(f"{row['tunnel']:<20} {sizes}  {note}".rstrip())
 
