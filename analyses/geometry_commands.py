@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .commands.groups import Beside, Group, Keys, Strip
 from .console import asked, checked, finish, loaded, progress, tunnels
 from .options import (
     Count,
@@ -151,6 +152,10 @@ def manifold(
         bool | None,
         typer.Option("--correlation/--covariance", help="[default: covariance in tunnels, else correlation]"),
     ] = None,
+    group: Group = None,
+    keys: Keys = None,
+    beside: Beside = None,
+    strip: Strip = None,
     seed: Seed = 0,
     draws: Draws = 200,
     device: Device = "cpu",
@@ -166,11 +171,30 @@ def manifold(
     """
     formats = checked(out, tables, overwrite=overwrite)
     from ..hooks.refusals import BadInput
+    from .commands import groups as grouping
     from .manifolds import report as job
 
+    if group is None and (keys is not None or beside or strip is not None):
+        raise BadInput("--keys, --beside and --strip go with --group.")
     tunnel = example if example in tunnels() and model is None else None
     if tunnel is None and model is not None and (Path(model) / "card.json").is_file():
         tunnel = model
+    files: dict[str, Any] = {"out": out, "formats": formats, "overwrite": overwrite, "as_json": as_json}
+    if tunnel is not None and group is not None:
+        grouping.for_tunnel(
+            tunnel,
+            group.value,
+            keys.value if keys else None,
+            site.value,
+            beside=beside or (),
+            strip=strip,
+            layers=layer,
+            episodes=sequences,
+            draws=draws,
+            seed=seed,
+            **files,
+        )
+        return
     if tunnel is not None:
         if prompts is not None or layer:
             raise BadInput("A tunnel makes its own episodes and shows all layers; leave --prompts and --layer out.")
@@ -191,6 +215,12 @@ def manifold(
         read, _, name, source = loaded(model, None, example, device=device, dtype=dtype, needs_text=False)
         given = next(iter(_sets(read, prompts, length, count, seed, False).values()))
         layers = tuple(layer) if layer else None
+        if group is not None:
+            if keys is not None or beside or strip is not None:
+                raise BadInput("Prompts have no keys, seeds or training steps; leave --keys, --beside and --strip out.")
+            told: dict[str, Any] = {"name": name, "source": source, "layers": layer, "draws": draws, "seed": seed}
+            grouping.for_prompts(read.model, given, group.value, site.value, **told, **files)
+            return
         known = getattr(read.model.config, "num_hidden_layers", None)
         if layers and known is not None and any(not 0 <= number < known for number in layers):
             raise BadInput(f"{name} has layers 0 … {known - 1}; there is no {max(layers)}.")
