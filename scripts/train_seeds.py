@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Train one recipe on `bijection-repeats` with several seeds: scripts/train_seeds.py FOLDER --layers 4 --seeds 0 1 2.
+
+The recipe is the shipped one with its whole schedule squeezed into 4,000 steps (or --steps), at two layers or at four.
+Every run lies in FOLDER/LAYERS-layers/seed-N, resumable; with --strip the weights of a handful of steps are kept in its
+`strip`, which `advantage-probe manifold --strip` draws one after the other.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from advantage_probe.analyses.wind_tunnels.checkpoints import CARD, save_model
+from advantage_probe.analyses.wind_tunnels.models import build
+from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED, Recipe, shortened
+from advantage_probe.analyses.wind_tunnels.registry import tunnel
+from advantage_probe.analyses.wind_tunnels.training import card, train
+
+TASK = "bijection-repeats"
+STRIP = (0, 100, 200, 400, 600, 800, 1_000, 1_500, 2_000, 3_000, 4_000)
+
+
+def recipe(layers: int, seed: int, steps: int = 4_000, growth: int = 0) -> Recipe:
+    """The shipped recipe in so many steps, with so many layers; episodes grow for longer where `growth` says so."""
+    squeezed = shortened(SHIPPED[TASK], steps / SHIPPED[TASK].steps)
+    squeezed = replace(squeezed, growth=growth or squeezed.growth)
+    return replace(squeezed, shape=replace(squeezed.shape, layers=layers), seed=seed)
+
+
+def run(folder: Path, layers: int, seed: int, steps: int, growth: int, strip: bool) -> None:
+    """One seed; a finished one is left as it is."""
+    if (folder / CARD).is_file():
+        return
+    task, wanted = tunnel(TASK), recipe(layers, seed, steps, growth)
+    command = f"scripts/train_seeds.py . --layers {layers} --seeds {seed} --steps {steps} --growth {growth}"
+    model = build(wanted.shape, task, seed)
+
+    def keep(step: int, *_: object) -> None:
+        if strip and step in STRIP:
+            state = card(TASK, wanted, command, [], model) | {"step": step}
+            save_model(folder / "strip" / f"step-{step:07d}", model, state)
+
+    if not (folder / "run.pt").is_file():
+        keep(0)
+    began = time.process_time()
+    _, curve = train(task, wanted, folder, name=TASK, command=command, resume=True, model=model, progress=keep)
+    print(
+        f"{layers} layers, seed {seed}: {curve[-1]} after {time.process_time() - began:.0f} s of one core", flush=True
+    )
+
+
+def main() -> None:
+    """One thread, so that a seed gives one result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=4_000)
+    parser.add_argument("--growth", type=int, default=0, help="steps over which episodes grow [default: squeezed too]")
+    parser.add_argument("--strip", action="store_true", help="keep the weights of a handful of steps")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for seed in given.seeds:
+        run(
+            given.folder / f"{given.layers}-layers" / f"seed-{seed}",
+            given.layers,
+            seed,
+            given.steps,
+            given.growth,
+            given.strip,
+        )
+
+
+if __name__ == "__main__":
+    main()
