@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .commands.interventions import register as register_interventions
 from .console import Interrupted, checked, interruptible, loaded, print_json, progress, tunnels
 from .geometry_commands import register as register_geometry
 from .options import (
@@ -27,6 +28,7 @@ from .options import (
     MaxTokens,
     Model,
     Overwrite,
+    Revision,
     Tables,
     Text,
     Window,
@@ -66,6 +68,7 @@ def analyze(
     window: Window = None,
     batch_size: BatchSize = None,
     attention: Attention = None,
+    revision: Revision = None,
     targets: Annotated[
         str, typer.Option("--targets", help="all, last (of every window), or a CSV file of positions.")
     ] = "all",
@@ -91,7 +94,9 @@ def analyze(
             raise BadInput("A tunnel has targets and a loss of its own; leave --targets and --loss out.")
         _analyze_tunnel(example, text, out, formats, edges=edges, top=top, overwrite=overwrite, as_json=as_json)
         return
-    read, texts, name, _ = loaded(model, text, example, device=device, dtype=dtype, attention=attention)
+    read, texts, name, _ = loaded(
+        model, text, example, device=device, dtype=dtype, attention=attention, revision=revision
+    )
     items = job.cut(texts, read.model, read.tokenizer, length=window, most=max_tokens)
     offset = int(start_token(read.tokenizer) is not None)
     asked = objective(loss, targets, [title for title, _ in texts], read.tokenizer, items, offset)
@@ -264,6 +269,7 @@ def version() -> None:
 
 app.add_typer(tunnel_app, name="tunnel")
 register_geometry(app)
+register_interventions(app)
 add_run_commands(app)
 app.command()(em)
 app.command()(dynamics)

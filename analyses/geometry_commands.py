@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .commands.groups import Beside, Group, Keys, Strip
-from .console import asked, checked, finish, loaded, progress, tunnels
+from .commands.groups import Beside, Cut, Group, Keys, Strip
+from .console import asked, checked, finish, loaded, of_tunnel, progress
 from .options import (
     Count,
     Device,
@@ -24,6 +24,7 @@ from .options import (
     Out,
     Overwrite,
     Prompts,
+    Revision,
     Seed,
     Sequences,
     Tables,
@@ -156,6 +157,7 @@ def manifold(
     keys: Keys = None,
     beside: Beside = None,
     strip: Strip = None,
+    cut: Cut = False,
     seed: Seed = 0,
     draws: Draws = 200,
     device: Device = "cpu",
@@ -174,11 +176,9 @@ def manifold(
     from .commands import groups as grouping
     from .manifolds import report as job
 
-    if group is None and (keys is not None or beside or strip is not None):
-        raise BadInput("--keys, --beside and --strip go with --group.")
-    tunnel = example if example in tunnels() and model is None else None
-    if tunnel is None and model is not None and (Path(model) / "card.json").is_file():
-        tunnel = model
+    if group is None and (keys is not None or beside or cut or strip is not None):
+        raise BadInput("--keys, --beside, --cut and --strip go with --group.")
+    tunnel = of_tunnel(model, example)
     files: dict[str, Any] = {"out": out, "formats": formats, "overwrite": overwrite, "as_json": as_json}
     if tunnel is not None and group is not None:
         grouping.for_tunnel(
@@ -188,6 +188,7 @@ def manifold(
             site.value,
             beside=beside or (),
             strip=strip,
+            cut=cut,
             layers=layer,
             episodes=sequences,
             draws=draws,
@@ -216,8 +217,8 @@ def manifold(
         given = next(iter(_sets(read, prompts, length, count, seed, False).values()))
         layers = tuple(layer) if layer else None
         if group is not None:
-            if keys is not None or beside or strip is not None:
-                raise BadInput("Prompts have no keys, seeds or training steps; leave --keys, --beside and --strip out.")
+            if keys is not None or beside or cut or strip is not None:
+                raise BadInput("--keys, --beside, --cut and --strip are for tunnels' models; leave them out.")
             told: dict[str, Any] = {"name": name, "source": source, "layers": layer, "draws": draws, "seed": seed}
             grouping.for_prompts(read.model, given, group.value, site.value, **told, **files)
             return
@@ -264,6 +265,8 @@ def geometry(
     prompts: Prompts = None,
     length: Length = 64,
     count: Count = 75,
+    sequences: Sequences = 256,
+    revision: Revision = None,
     copies: Annotated[
         int | None, typer.Option("--copies", min=0, help="Copies with rounding noise. [default: 3 if de-quantised]")
     ] = None,
@@ -281,14 +284,26 @@ def geometry(
     Example: advantage-probe geometry --example gemma --out gemma-geometry
     """
     formats = checked(out, tables, overwrite=overwrite)
+    if (tunnel := of_tunnel(model, example)) is not None:
+        from .commands import tunnel_geometry
+
+        files: dict[str, Any] = {"out": out, "formats": formats, "overwrite": overwrite, "as_json": as_json}
+        tunnel_geometry.geometry(tunnel, episodes=sequences, draws=draws, seed=seed, **files)
+        return
     from .pretrained import geometry as job
 
-    read, _, name, source = loaded(model, None, example, device=device, dtype=dtype, needs_text=False)
+    read, _, name, source = loaded(
+        model, None, example, device=device, dtype=dtype, needs_text=False, revision=revision
+    )
     sets = _sets(read, prompts, length, count, seed, True)
     copies = copies if copies is not None else 3 if source else 0
     with progress("geometry") as note:
         found = job.geometry(read.model, sets, copies=copies, draws=draws, seed=seed, progress=note)
-    record = {"model": name, "seed": seed} | found.record | ({"weights": source} if source else {})
+    record = (
+        {"model": name, "revision": read.revision, "seed": seed}
+        | found.record
+        | ({"weights": source} if source else {})
+    )
     verdict = job.verdict(found.rules)
     words = [READING, f"{verdict}."] + ([f"Weights: {source}; {copies} copies with rounding noise."] if source else [])
     words += _few(found.manifolds)
@@ -316,6 +331,7 @@ def in_context(
         str | None, typer.Option("--labels", help="Two single-token words, FIRST,SECOND. [default: by tokenizer]")
     ] = None,
     per: Annotated[int, typer.Option("--per", min=10, help="Prompts for each number of examples.")] = 50,
+    sequences: Sequences = 2_000,
     seed: Seed = 0,
     draws: Draws = 200,
     device: Device = "cpu",
@@ -330,6 +346,15 @@ def in_context(
     Example: advantage-probe in-context openai-community/gpt2 --labels foo,bar
     """
     formats = checked(out, tables, overwrite=overwrite)
+    if (tunnel := of_tunnel(model, example)) is not None:
+        from ..hooks.refusals import BadInput
+        from .commands import tunnel_geometry
+
+        if labels is not None:
+            raise BadInput("A tunnel has outcomes of its own; leave --labels out.")
+        files: dict[str, Any] = {"out": out, "formats": formats, "overwrite": overwrite, "as_json": as_json}
+        tunnel_geometry.in_context(tunnel, episodes=sequences, seed=seed, **files)
+        return
     from .pretrained import in_context as job
 
     read, _, name, source = loaded(model, None, example, device=device, dtype=dtype, needs_text=False)

@@ -35,12 +35,15 @@ Beside = Annotated[
 Strip = Annotated[
     Path | None, typer.Option("--strip", help="With --group: a folder of step-N folders, drawn over training.")
 ]
+Cut = Annotated[
+    bool, typer.Option("--cut", help="With --group: also cut each layer's first axis, beside random ones (minutes).")
+]
 READING = (
     "shares: of the group means on one axis and two, and of the groups in the keys' variance; null and edge: labels "
     "permuted inside positions before the axis is fitted (mean, 97.5 % point). order: rank correlation of the axis "
     "with entropy on episodes that it was not fitted on, inside positions; p against exchanged entropies, axis_p against "
     "axes fitted to permuted labels. verdict: place +1 where repeated keys lie at the point of their count, −1 at the "
-    "low-entropy end."
+    "low-entropy end. cuts: nats per target that cutting a layer's axis costs, random axes from the covariance beside."
 )
 
 
@@ -52,6 +55,7 @@ def for_tunnel(
     *,
     beside: Sequence[str],
     strip: Path | None,
+    cut: bool,
     layers: Sequence[int] | None,
     episodes: int,
     draws: int,
@@ -68,7 +72,7 @@ def for_tunnel(
     settings: dict[str, Any] = {"group": group, "keys": keys, "where": where}
     settings |= {"episodes": episodes, "draws": draws, "seed": seed}
     with progress("grouping keys") as note:
-        found = tunnel_groups(name, beside=beside, layers=layers, progress=note, **settings)
+        found = tunnel_groups(name, beside=beside, layers=layers, cut=cut, progress=note, **settings)
     course = None
     if strip is not None:
         with progress("over training") as note:
@@ -139,7 +143,7 @@ def _finish(
 
     def text() -> str:
         parts = [title]
-        for name in ("shares", "order", "verdict"):
+        for name in ("shares", "order", "verdict", "cuts"):
             if name in frames:
                 table = frames[name].to_string(index=False, float_format=number, na_rep="–")
                 parts.append(f"\n{name}\n{table}")

@@ -22,12 +22,13 @@ from ...hooks.refusals import BadRequest
 from ..against_truth import batches as episode_batches
 from ..pretrained.keys import fresh
 from ..pretrained.prompts import Prompts, residualised
+from ..wind_tunnels.protocol import Episodes
 from ..wind_tunnels.shipped import load as load_tunnel
 from ..wind_tunnels.shipped import untrained_like
 from .collecting import Where, collect
 from .group_curve import GroupCurve, curve, shares
 from .groups import FEWEST, Group, Groups, Kept, Marks, first_key, grouped, kept, marks_of, one_position
-from .held_out import orders
+from .held_out import halves, orders
 from .nulls import DRAWS
 from .verdict import Placed, over_seeds, placed
 from .verdict import table as verdict_table
@@ -53,6 +54,7 @@ class GroupReport:
             of the keys), each with `_null`, `_edge` (mean and 97.5 % point with labels permuted inside positions) and `_p`.
         order: network, site (layers, then heads), and the columns of `held_out.order`.
         verdict: model, site and what the rule found; empty where it does not apply.
+        cuts: what cutting the first axis of each layer costs (`axis_cut.Cut`); empty where it was not asked for.
         words: what was found, what was left out, and what it cannot say.
     """
 
@@ -61,14 +63,19 @@ class GroupReport:
     shares: pd.DataFrame
     order: pd.DataFrame
     verdict: pd.DataFrame
+    cuts: pd.DataFrame
     words: tuple[str, ...]
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
     def frames(self) -> dict[str, pd.DataFrame]:
         """The tables that hold something."""
-        named = {"shares": self.shares, "order": self.order, "verdict": self.verdict, "curves": self.curves}
-        return {name: frame for name, frame in (named | {"points": self.points}).items() if len(frame)}
+        named = {"shares": self.shares, "order": self.order, "verdict": self.verdict, "cuts": self.cuts}
+        return {
+            name: frame
+            for name, frame in (named | {"curves": self.curves, "points": self.points}).items()
+            if len(frame)
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +99,7 @@ def tunnel_groups(
     draws: int = DRAWS,
     seed: int = 0,
     rule: bool = True,
+    cut: bool = False,
     progress: Note | None = None,
 ) -> GroupReport:
     """A shipped tunnel model (or the folder of a run) on fresh episodes.
@@ -100,6 +108,7 @@ def tunnel_groups(
         keys: which keys are grouped; new ones where the task repeats keys, else all.
         beside: folders of runs of the same task with other seeds: the verdict is over all of them.
         layers: only these. rule: also the verdict.
+        cut: also cut the first axis of each layer's values or outputs, on the half of the episodes it was not fitted on.
 
     Raises:
         BadRequest: for a group that the task does not define, a layer that is not there, a run of another task.
@@ -151,6 +160,7 @@ def tunnel_groups(
         found,
         order=_with_runs(found.order, runs, group, chosen, draws, seed),
         verdict=verdict_table(told) if told else pd.DataFrame(),
+        cuts=_cuts(model, drawn, networks[TRAINED], group, chosen, where, name, seed) if cut else pd.DataFrame(),
         words=(*(f"Repeated keys, {word}" if extra else word for word in words), *found.words, *extra),
         record=found.record | record,
     )
@@ -251,6 +261,7 @@ def _report(
         pd.DataFrame(lines),
         order,
         pd.DataFrame(),
+        pd.DataFrame(),
         tuple(words),
         record,
     )
@@ -259,6 +270,26 @@ def _report(
 def _placed(read: _Read, site: str, seed: int, draws: int) -> Placed:
     stay, _ = first_key(read.marks, read.layers[site])
     return placed(read.layers[site][stay], read.marks.where(stay), seed=seed, draws=draws)
+
+
+def _cuts(
+    model: nn.Module, drawn: Episodes, read: _Read, group: Group, keys: Kept, where: Where, name: str, seed: int
+) -> pd.DataFrame:
+    """The first axis of every layer, fitted on one half of the episodes and cut on the other."""
+    from ..interventions.axis_cut import cut_axis, table
+
+    if where not in ("value", "output"):
+        raise BadRequest(f"An axis of values or outputs can be cut, not of the {where}.")
+    fitted = halves(read.marks, seed)
+    held = np.unique(read.marks.sequence[~fitted])
+    found = []
+    for site, rows in read.layers.items():
+        stay, _ = first_key(read.marks, rows)
+        inner = kept(read.marks, keys, name) & stay & fitted
+        groups = grouped(read.marks.where(inner), group, name)
+        axis = curve(rows[inner], groups.number, len(groups.values)).axes[0]
+        found.append(cut_axis(model, drawn, held, rows[fitted], axis, int(site[1:]), place=where, seed=seed))
+    return table(found)
 
 
 def _with_runs(
