@@ -38,14 +38,21 @@ def halves(marks: Marks, seed: int = 0) -> Mask:
 
 def inside_positions(numbers: Array, position: NDArray[np.int64]) -> Array:
     """Ranks of the numbers in each position, centred and of unit spread there; NaN where a position has fewer than eight
-    rows or does not vary.
+    rows or does not vary. What differs by rounding only is the same, and shares its mean rank.
     """
-    table = pd.DataFrame({"position": position, "number": np.round(numbers, 9)})
-    ranks = table.groupby("position")["number"].rank()
-    by = ranks.groupby(position)
-    mean, spread, size = by.transform("mean"), by.transform("std", ddof=0), by.transform("size")
-    found = (ranks - mean) / spread
-    return np.asarray(found.where((size >= SMALLEST) & (spread > 1e-9)), dtype=np.float64)
+    numbers = np.round(numbers, 9)
+    sort = np.lexsort((numbers, position))
+    values, groups = numbers[sort], position[sort]
+    change = np.concatenate([[True], (values[1:] != values[:-1]) | (groups[1:] != groups[:-1])])
+    starts = np.flatnonzero(change)
+    lengths = np.diff(np.concatenate([starts, [len(values)]]))
+    ranks = np.empty(len(values))
+    ranks[sort] = np.repeat(starts + (lengths - 1) / 2, lengths)  # from 0 over all positions: the mean takes that out
+    count = np.maximum(np.bincount(position), 1)
+    centred = ranks - (np.bincount(position, ranks) / count)[position]
+    spread = np.sqrt(np.bincount(position, centred**2) / count)
+    good = (np.bincount(position) >= SMALLEST) & (spread > 1e-9)
+    return np.where(good[position], centred / np.where(spread > 1e-9, spread, 1.0)[position], np.nan)
 
 
 def order(
