@@ -153,7 +153,7 @@ def vocabulary(
         places = torch.linspace(0, len(rows) - 1, min(len(rows), STATES)).long()
         jacobians[name] = _jacobian(modules[name], rows[places])
     generator = torch.Generator().manual_seed(seed)
-    words = last.weight.detach().double().cpu()
+    words = last.weight.double().cpu()
     words = words - words.mean(0)  # centred over the vocabulary
     if last.norm is not None:
         words = words @ jacobians[last.norm]
@@ -162,7 +162,7 @@ def vocabulary(
     for key, total in sorted(pushes.total.items(), key=lambda item: (item[0].site.layer, item[0])):
         entry = maps[key.site.module]
         for head in range(total.shape[0]):
-            way = entry.weight[head].detach().double().cpu()  # (V,M)
+            way = entry.weight[head].double().cpu()  # (V,M)
             if entry.norm is not None:
                 way = way @ jacobians[entry.norm].T
             known = pushes.by_token.get(key, {})
