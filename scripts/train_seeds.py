@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from advantage_probe.analyses.wind_tunnels.checkpoints import CARD, save_model
+from advantage_probe.analyses.wind_tunnels.checkpoints import CARD, load_card, load_weights, save_model
 from advantage_probe.analyses.wind_tunnels.models import build
 from advantage_probe.analyses.wind_tunnels.recipes import SHIPPED, Recipe, shortened
 from advantage_probe.analyses.wind_tunnels.registry import tunnel
 from advantage_probe.analyses.wind_tunnels.training import card, train
 
 TASK = "bijection-repeats"
+LN2, BOUND = 0.6931471805599453, 0.02  # nats of excess over Bayes
 STRIP = (0, 100, 200, 400, 600, 800, 1_000, 1_500, 2_000, 3_000, 4_000)
 
 
@@ -52,6 +53,25 @@ def run(folder: Path, layers: int, seed: int, steps: int, growth: int, strip: bo
     )
 
 
+def again(folder: Path, layers: int, seed: int, steps: int) -> None:
+    """So many more steps from a fresh schedule for a finished run that is more than .02 nats from Bayes; its weights and
+    card are replaced, the card says so, and its curve goes on.
+    """
+    first = load_card(folder)
+    reached = first["curve"][-1]
+    if reached["kl"] * LN2 <= BOUND:
+        return
+    task, wanted = tunnel(TASK), recipe(layers, seed + 100, steps)
+    wanted = replace(wanted, growth=0, first_length=0, warm_up=50)
+    model = build(wanted.shape, task, seed)
+    load_weights(folder, model)
+    command = f"{first['command']}, then --again {steps}"
+    model, curve = train(task, wanted, folder / "again", name=TASK, command=command, resume=True, model=model)
+    curve = first["curve"] + [row | {"step": row["step"] + reached["step"]} for row in curve]
+    save_model(folder, model, first | {"command": command, "again": steps, "curve": curve})
+    print(f"{layers} layers, seed {seed}, {steps} steps more: {curve[-1]}", flush=True)
+
+
 def main() -> None:
     """One thread, so that a seed gives one result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -60,10 +80,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=4_000)
     parser.add_argument("--growth", type=int, default=0, help="steps over which episodes grow [default: squeezed too]")
+    parser.add_argument("--again", type=int, help="more steps for finished runs that are over .02 nats from Bayes")
     parser.add_argument("--strip", action="store_true", help="keep the weights of a handful of steps")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for seed in given.seeds:
+        if given.again:
+            again(given.folder / f"{given.layers}-layers" / f"seed-{seed}", given.layers, seed, given.again)
+            continue
         run(
             given.folder / f"{given.layers}-layers" / f"seed-{seed}",
             given.layers,
