@@ -9,15 +9,41 @@ either depth is the shipped model. Pictures go to FOLDER, the tables are printed
 import argparse
 from pathlib import Path
 
+import pandas as pd
 import torch
 
+from advantage_probe.analyses.against_truth import batches
 from advantage_probe.analyses.export import write_json
 from advantage_probe.analyses.manifolds.group_pictures import write_manifold
 from advantage_probe.analyses.manifolds.group_report import tunnel_groups
+from advantage_probe.analyses.manifolds.groups import first_key, marks_of
 from advantage_probe.analyses.manifolds.pictures import number
+from advantage_probe.analyses.manifolds.stages import stages, unit
+from advantage_probe.analyses.manifolds.verdict import placed
+from advantage_probe.analyses.wind_tunnels.shipped import load
 
 MODELS = {2: "bijection-repeats", 4: "bijection-repeats-4"}
 SITES = ("value", "output", "residual")
+
+
+def print_stages(layers: int, name: str, given: argparse.Namespace) -> None:
+    """Where repeated keys lie after every attention and every feed-forward, one column a run."""
+    columns: dict[str, dict[str, str]] = {}
+    runs = [
+        name,
+        *(str(path.parent) for path in sorted((given.runs / f"{layers}-layers").glob("seed-[1-9]*/card.json"))),
+    ]
+    for run in runs:
+        task, model, _ = load(run)
+        drawn = task.sample(given.episodes, torch.Generator().manual_seed(given.seed))
+        marks = marks_of(task, drawn.tokens)
+        for stage, stream in stages(model, batches(drawn, 64)).items():
+            rows = unit(marks.of(stream))
+            stay, _ = first_key(marks, rows)
+            found = placed(rows[stay], marks.where(stay))
+            columns.setdefault(Path(run).name, {})[stage] = f"{found.plain.place:+.2f} {found.word}"
+    print(f"\n{name}: place of repeated keys in the stream (+1 count, −1 low-entropy end), rows of unit size")
+    print(pd.DataFrame(columns).to_string(), flush=True)
 
 
 def main() -> None:
@@ -31,6 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     for layers, name in MODELS.items():
+        print_stages(layers, name, given)
         seeds = sorted((given.runs / f"{layers}-layers").glob("seed-*/card.json"))
         beside = [str(path.parent) for path in seeds if path.parent.name != "seed-0"]
         for where in SITES:

@@ -44,7 +44,8 @@ def geometry(
         note(1, 3, "keys")
         aligned = layerwise.alignment(model, drawn, min(draws, 50), seed)
         started = layerwise.alignment(untrained, drawn, 1, seed)
-        aligned = aligned.assign(untrained=started["difference"])
+        if len(aligned):  # no token comes again where all keys are distinct
+            aligned = aligned.assign(untrained=started["difference"])
         note(2, 3, "queries")
         read = layerwise.read_out(task, {"trained": model, "untrained": untrained}, drawn, draws, seed)
         note(3, 3, "read-out")
@@ -58,7 +59,7 @@ def geometry(
         READING,
     ]
     record = {"model": name, "episodes": episodes, "seed": seed, "draws": draws}
-    frames = {"keys": keys, "alignment": aligned, "read_out": read}
+    frames = {"keys": keys} | ({"alignment": aligned} if len(aligned) else {}) | {"read_out": read}
     written(f"{name}: geometry", words, frames, record, out, formats, overwrite=overwrite, as_json=as_json)
 
 

@@ -30,6 +30,7 @@ from .group_curve import GroupCurve, curve, shares
 from .groups import FEWEST, Group, Groups, Kept, Marks, first_key, grouped, kept, marks_of, one_position
 from .held_out import halves, orders
 from .nulls import DRAWS
+from .stages import unit
 from .verdict import Placed, over_seeds, placed
 from .verdict import table as verdict_table
 
@@ -39,6 +40,9 @@ Note = Callable[[int, int, str], None]
 EPISODES = 512
 POINTS = 1_500  # drawn of one panel
 TRAINED, UNTRAINED = "trained", "untrained"
+STREAM = (
+    "Rows of the stream are divided by their root mean square, as the norms that read it do; sizes say nothing here."
+)
 SHARES = ("pc1", "pc1_2", "between")
 
 
@@ -129,6 +133,8 @@ def tunnel_groups(
             progress(done[0], whole, note)
         by_layer = _only(seen.by("layer"), layers, name)
         rows = {site: marks.of(part) for site, part in by_layer.items()}
+        if where == "residual":
+            rows = {site: unit(part) for site, part in rows.items()}
         heads = {site: marks.of(part) for site, part in seen.by("head").items()} if where != "residual" else {}
         return _Read(marks, rows, {site: part for site, part in heads.items() if _layer(site) in by_layer})
 
@@ -156,12 +162,14 @@ def tunnel_groups(
     )
     if not marks.repeated.any():
         extra = ()
+    if where == "residual":
+        extra = (*extra, STREAM)
     return replace(
         found,
         order=_with_runs(found.order, runs, group, chosen, draws, seed),
         verdict=verdict_table(told) if told else pd.DataFrame(),
         cuts=_cuts(model, drawn, networks[TRAINED], group, chosen, where, name, seed) if cut else pd.DataFrame(),
-        words=(*(f"Repeated keys, {word}" if extra else word for word in words), *found.words, *extra),
+        words=(*(f"Repeated keys, {word}" if marks.repeated.any() else word for word in words), *found.words, *extra),
         record=found.record | record,
     )
 
@@ -190,7 +198,7 @@ def prompt_groups(
         seen = collect(network, prompts.batches(), where)
         rows: dict[str, Array] = {}
         for site, part in _only(seen.by("layer"), layers, name).items():
-            vectors, keep, note = residualised(part[:, 0], prompts.last)
+            vectors, keep, note = residualised(unit(part[:, 0]) if where == "residual" else part[:, 0], prompts.last)
             rows[site] = vectors
         if who == TRAINED:  # the fresh network is read against it too: its own is that of a uniform row
             entropy = seen.entropy[keep, 0]

@@ -182,10 +182,21 @@ def over_seeds(found: Sequence[Placed]) -> tuple[Word, str]:
     sure: tuple[Word, ...] = ("count", "entropy")
     for word in sure:
         if words.count(word) >= need:
-            return word, f"{word}: {words.count(word)} of {len(found)} seeds, each with an interval that excludes 0."
+            sure_of = f"{word}: {words.count(word)} of {len(found)} seeds, each with an interval that excludes 0"
+            return word, f"{sure_of}; {_places(found)}."
     told = ", ".join(f"{words.count(word)} {word}" for word in (*sure, "cannot tell") if word in words)
     few = f"; the rule asks {need} of {SEEDS} seeds" if len(found) < SEEDS else ""
-    return "cannot tell", f"no verdict over seeds: {len(found)} of them, {told}{few}."
+    return "cannot tell", f"no verdict over seeds: {len(found)} of them, {told}{few}; {_places(found)}."
+
+
+def _places(found: Sequence[Placed]) -> str:
+    """Where repeated keys lie, over seeds, in words."""
+    known = [one.plain.place for one in found if np.isfinite(one.plain.place)]
+    if not known:
+        return "no curve to be placed on"
+    if max(known) - min(known) < 0.005:
+        return f"place {known[0]:+.2f}"
+    return f"place {min(known):+.2f} to {max(known):+.2f}"
 
 
 def table(found: Sequence[tuple[str, str, Placed]]) -> pd.DataFrame:

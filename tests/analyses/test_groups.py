@@ -240,3 +240,26 @@ def test_rows_without_a_group_count_for_nothing() -> None:
     groups = Groups(number, np.arange(3.0))
     assert len(groups.without(1, "why").values) == 2
     assert groups.without(1, "why").number.tolist() == [0] * 15 + [-1] * 15 + [1] * 15 + [-1] * 15
+
+
+def test_the_stages_of_the_stream_are_the_hidden_states_of_the_library() -> None:
+    from advantage_probe.analyses.against_truth import batches
+    from advantage_probe.analyses.manifolds.stages import stages, unit
+    from advantage_probe.analyses.wind_tunnels.shipped import load
+
+    for name in ("bijection-repeats", "mess3"):  # a Llama and a GPT-2
+        task, model, _ = load(name)
+        drawn = task.sample(6, torch.Generator().manual_seed(0))
+        found = stages(model, batches(drawn, 4))
+        with torch.no_grad():
+            hidden = model(input_ids=drawn.tokens, output_hidden_states=True).hidden_states
+        assert np.abs(found["L0 after feed-forward"] - hidden[1].double().numpy()).max() < 1e-5
+        with torch.no_grad():
+            last = model.get_output_embeddings()(_last_norm(model)(torch.tensor(found[list(found)[-1]]).float()))
+            own = model(input_ids=drawn.tokens).logits
+        assert (last - own).abs().max() < 1e-3
+        assert (unit(found["L0 after attention"]) ** 2).mean(-1) == pytest.approx(1.0)
+
+
+def _last_norm(model: torch.nn.Module) -> torch.nn.Module:
+    return model.model.norm if hasattr(model, "model") else model.transformer.ln_f
