@@ -1,7 +1,7 @@
 """The stream of a tunnel's model at every stage: after each block's attention, and after its feed-forward.
 
-Whoever reads the stream reads it through a norm, which takes its size out; and sizes differ between new and repeated keys by
-a factor of two, in either direction. So rows are divided by their root mean square before anything is said of them.
+Whoever reads the stream reads it through a norm, which takes its size out; and sizes differ between new and repeated keys
+by a factor of two, in either direction. So rows are divided by their root mean square before anything is said of them.
 
 Shapes: n episodes, L positions, W width.
 """
