@@ -236,7 +236,7 @@ def vocabulary(
         model, example, text, sequences=sequences, window=window, most=max_tokens, seed=seed, device=device, dtype=dtype
     )
     network = given.model
-    known = getattr(network.config, "num_hidden_layers", None)
+    known: Any = getattr(network.config, "num_hidden_layers", None)
     wrong = [number for number in layer or () if known is not None and not 0 <= number < known]
     if wrong:
         raise BadInput(f"{given.name} has layers 0 … {known - 1}; there is no {wrong[0]}.")

@@ -50,10 +50,10 @@ def list_tunnels(as_json: Json = False) -> None:
     from .registry import tunnel, tunnel_names
     from .shipped import shipped_names
 
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name in tunnel_names():
         task = tunnel(name)
-        row = {"tunnel": name, "positions": task.length, "outcomes": len(task.outcomes)}
+        row: dict[str, Any] = {"tunnel": name, "positions": task.length, "outcomes": len(task.outcomes)}
         models = [model for model in shipped_names() if task_of(model) == name]
         rows.append(row | {"shipped": bool(models), "models": models})
     if as_json:
