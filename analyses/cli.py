@@ -17,6 +17,7 @@ import typer
 
 from .commands.console import Interrupted, checked, interruptible, loaded, print_json, progress, tunnels
 from .commands.geometry import register as register_geometry
+from .commands.interventions import register as register_interventions
 from .commands.options import (
     Attention,
     BatchSize,
@@ -27,6 +28,7 @@ from .commands.options import (
     MaxTokens,
     Model,
     Overwrite,
+    Revision,
     Tables,
     Text,
     Window,
@@ -66,6 +68,7 @@ def analyze(
     window: Window = None,
     batch_size: BatchSize = None,
     attention: Attention = None,
+    revision: Revision = None,
     targets: Annotated[
         str, typer.Option("--targets", help="all, last (of every window), or a CSV file of positions.")
     ] = "all",
@@ -93,7 +96,9 @@ def analyze(
         kept = {"edges": edges, "check": check, "top": top}
         _analyze_tunnel(example, text, out, formats, **kept, overwrite=overwrite, as_json=as_json)
         return
-    read, texts, name, _ = loaded(model, text, example, device=device, dtype=dtype, attention=attention)
+    read, texts, name, _ = loaded(
+        model, text, example, device=device, dtype=dtype, attention=attention, revision=revision
+    )
     items = job.cut(texts, read.model, read.tokenizer, length=window, most=max_tokens)
     offset = int(start_token(read.tokenizer) is not None)
     asked = objective(loss, targets, [title for title, _ in texts], read.tokenizer, items, offset)
@@ -283,6 +288,7 @@ def version() -> None:
 
 app.add_typer(tunnel_app, name="tunnel")
 register_geometry(app)
+register_interventions(app)
 add_run_commands(app)
 app.command()(em)
 app.command()(dynamics)

@@ -179,6 +179,7 @@ def loaded(
     device: str,
     dtype: str,
     attention: str | None = None,
+    revision: str | None = None,
     needs_text: bool = True,
 ) -> tuple[Any, list[tuple[str, str]], str, str]:
     """The loaded model, its texts, its name, and what is known of the origin of its weights ("" for nothing)."""
@@ -187,9 +188,16 @@ def loaded(
 
     source, texts, name = model_and_texts(model, text, example, needs_text=needs_text)
     with progress("loading", 1) as note:
-        found = load(source, dtype=dtype, device=device, implementation=attention)
+        found = load(source, dtype=dtype, device=device, implementation=attention, revision=revision)
         note(1, 1, name or source)
     return found, texts, name or source, origin(source)
+
+
+def of_tunnel(model: str | None, example: str | None) -> str | None:
+    """The shipped tunnel model or the run's folder that the user named; None for any other model."""
+    if model is None:
+        return example if example in tunnels() else None
+    return model if example is None and (Path(model) / "card.json").is_file() else None
 
 
 def tunnels() -> tuple[str, ...]:

@@ -18,6 +18,7 @@ Text = Annotated[
 Example = Annotated[
     str | None, typer.Option("--example", help="At hand without a network: gemma, sticky, or a shipped tunnel.")
 ]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
 Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, mps …")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Analyse at most this many tokens of the text.")]

@@ -47,18 +47,20 @@ def list_tunnels(as_json: Json = False) -> None:
     Example: advantage-probe tunnel list
     """
     from ..wind_tunnels.tasks.registry import tunnel, tunnel_names
+    from ..wind_tunnels.training.recipes import task_of
     from ..wind_tunnels.truth.shipped import shipped_names
 
     rows = []
     for name in tunnel_names():
         task = tunnel(name)
-        row = {"tunnel": name, "positions": task.length, "outcomes": len(task.outcomes)}
-        rows.append(row | {"shipped": name in shipped_names()})
+        row: dict[str, Any] = {"tunnel": name, "positions": task.length, "outcomes": len(task.outcomes)}
+        models = [model for model in shipped_names() if task_of(model) == name]
+        rows.append(row | {"shipped": bool(models), "models": models})
     if as_json:
         print_json({"tunnels": rows})
         return
     for row in rows:
-        note = "trained model shipped" if row["shipped"] else ""
+        note = f"trained: {', '.join(row['models'])}" if row["shipped"] else ""
         sizes = f"{row['positions']:>3} positions  {row['outcomes']:>3} outcomes"
         typer.echo(f"{row['tunnel']:<20} {sizes}  {note}".rstrip())
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..inputs.corpus import Batch
 from ..intervals.nulls import DRAWS
-from ..manifolds.readout import grouped, order
 from ..vectors.collecting import collect
 from ..vectors.labelled import rows_of
+from ..vectors.readout import grouped, order
 from ..wind_tunnels.tasks.protocol import Episodes, Tunnel
 from ..wind_tunnels.truth.against_truth import batches as episode_batches
 from .edits import Measure, Place, axis_effects, entropy_axis

@@ -48,7 +48,7 @@ def exchanged_model(tunnel: Tunnel, card: dict[str, Any], steps: int = STEPS, fo
     shape = Shape(**settings.pop("shape"))
     growth = min(int(settings["growth"]), steps // 3)
     recipe = Recipe(shape, **(settings | {"steps": steps, "growth": growth, "distilled": False}))
-    name = f"{card['tunnel']}-exchanged-{steps}"
+    name = f"{card['tunnel']}-{shape.layers}x{shape.width}-exchanged-{steps}"
     folder = cache_folder() / name if folder is None else folder
     if not (folder / "card.json").is_file():
         train(Exchanged(tunnel), recipe, folder, name=name, resume=True)

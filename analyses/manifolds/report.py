@@ -21,6 +21,7 @@ from ..intervals.nulls import DRAWS
 from ..vectors.collecting import By, Where, collect
 from ..vectors.labelled import Rows, rows_of
 from ..vectors.pca import Manifold, StreamingPCA
+from ..vectors.readout import beside, read_out, unfurling
 from ..weights.keys import fresh
 from ..wind_tunnels.tasks.protocol import Tunnel
 from ..wind_tunnels.training.models import build, logits
@@ -30,7 +31,6 @@ from ..wind_tunnels.truth.against_truth import batches as episode_batches
 from ..wind_tunnels.truth.shipped import load as load_tunnel
 from ..wind_tunnels.truth.shipped import untrained_like
 from .exchanged import exchanged_model
-from .readout import beside, read_out, unfurling
 
 Array = NDArray[np.float64]
 Note = Callable[[int, int, str], None]

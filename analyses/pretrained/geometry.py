@@ -22,10 +22,10 @@ from torch import nn
 from ..inputs.precision import rounding_noise
 from ..inputs.prompts import Prompts, residualised
 from ..intervals.nulls import DRAWS, half_samples
-from ..manifolds.readout import beside, line, order
-from ..manifolds.shapes import shape, shares
 from ..vectors.collecting import Collected, collect
 from ..vectors.labelled import Rows
+from ..vectors.readout import beside, line, order
+from ..vectors.shapes import shape, shares
 from ..weights.keys import cosines, fresh, head_columns, off_diagonal, orthogonality
 
 Array = NDArray[np.float64]

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..intervals.nulls import DRAWS, bound, exchanged, half_samples
-from ..manifolds.readout import inside
 from ..vectors.collecting import Collected, collect
 from ..vectors.pca import pca
+from ..vectors.readout import inside
 from .evidence import (
     SHOTS,
     beta_bernoulli,

@@ -19,7 +19,7 @@ from advantage_probe.analyses.wind_tunnels.training.controls import (
     train_control,
 )
 from advantage_probe.analyses.wind_tunnels.training.models import parameter_count
-from advantage_probe.analyses.wind_tunnels.training.recipes import SHIPPED, Recipe, shortened
+from advantage_probe.analyses.wind_tunnels.training.recipes import SHIPPED, Recipe, shortened, task_of
 from advantage_probe.analyses.wind_tunnels.truth.calibration import by_position, errors, held_out, model_rows, table
 
 
@@ -27,7 +27,7 @@ class Ledger:
     """The finished runs of one tunnel, in a file that is rewritten after each."""
 
     def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path, self.task, self.recipe = name, path, tunnel(name), SHIPPED[name]
+        self.name, self.path, self.task, self.recipe = name, path, tunnel(task_of(name)), SHIPPED[name]
         self.found = json.loads(path.read_text()) if path.exists() else {"tunnel": name, "sequences": 2_000, "runs": []}
         self.episodes = held_out(self.task, self.found["sequences"])
 

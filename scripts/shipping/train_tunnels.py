@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from advantage_probe.analyses.wind_tunnels.tasks.registry import tunnel
-from advantage_probe.analyses.wind_tunnels.training.recipes import SHIPPED
+from advantage_probe.analyses.wind_tunnels.training.recipes import SHIPPED, task_of
 from advantage_probe.analyses.wind_tunnels.training.runner import train
 
 
@@ -26,7 +26,7 @@ def main() -> None:
         if targets == "sampled":
             recipe, into = replace(recipe, distilled=False), f"{name}-sampled"
         began, command = time.monotonic(), f"scripts/shipping/train_tunnels.py . {wanted}"
-        _, curve = train(tunnel(name), recipe, folder / into, name=name, command=command, resume=True)
+        _, curve = train(tunnel(task_of(name)), recipe, folder / into, name=task_of(name), command=command, resume=True)
         print(f"{name}: {curve[-1]} after {time.monotonic() - began:.0f} s", flush=True)
 
 

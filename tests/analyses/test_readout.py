@@ -15,8 +15,8 @@ from advantage_probe.analyses.intervals.nulls import (
     half_samples,
     permuted_columns,
 )
-from advantage_probe.analyses.manifolds import readout, shapes
 from advantage_probe.analyses.manifolds.report import tunnel_report, unfurling_report
+from advantage_probe.analyses.vectors import readout, shapes
 from advantage_probe.analyses.vectors.collecting import collect
 from advantage_probe.analyses.vectors.labelled import Rows, _distinct, rows_of
 from advantage_probe.analyses.vectors.pca import pca

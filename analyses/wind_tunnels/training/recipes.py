@@ -46,7 +46,15 @@ SHIPPED = {
     ),
     "bijection-distinct": Recipe(Shape("llama", 2, 4, 96), steps=5_000, warm_up=200, first_length=7, growth=1_000),
     "hmm": Recipe(Shape("llama", 3, 4, 96), steps=7_000, warm_up=200, distilled=True, first_length=20, growth=1_500),
+    # The same task at four layers: does depth turn what two layers count into an entropy?
+    "bijection-repeats-4": Recipe(Shape("llama", 4, 4, 96), steps=4_000, warm_up=114, first_length=7, growth=1_143),
 }
+TASKS = {"bijection-repeats-4": "bijection-repeats"}  # models whose name is not their tunnel's
+
+
+def task_of(name: str) -> str:
+    """The tunnel that the shipped model `name` was trained on."""
+    return TASKS.get(name, name)
 
 
 def shortened(recipe: Recipe, share: float) -> Recipe:

@@ -94,7 +94,8 @@ def test_an_overwritten_run_leaves_nothing_of_the_old_one_to_be_mistaken_for_it(
 
 def test_objects_hold_what_the_tables_show():
     listed = json.loads(run("list", "--json").stdout)["tunnels"]
-    assert {row["tunnel"] for row in listed if row["shipped"]} == set(shipped.shipped_names())
+    assert {model for row in listed for model in row["models"]} == set(shipped.shipped_names())
+    assert all(row["shipped"] == bool(row["models"]) for row in listed)
     found = json.loads(run("evaluate", "mess3", "--sequences", "64", "--json").stdout)
     result = shipped.evaluate("mess3", 64)
     assert [row["kl"] for row in found["tables"]["all supervised positions"]] == pytest.approx(

@@ -16,7 +16,7 @@ from advantage_probe.analyses.wind_tunnels.errors import TunnelError, UnknownTun
 from advantage_probe.analyses.wind_tunnels.training.checkpoints import load_card, load_run, write_whole
 from advantage_probe.analyses.wind_tunnels.training.controls import KINDS, called, control, train_controls
 from advantage_probe.analyses.wind_tunnels.training.models import Shape, build, logits, parameter_count
-from advantage_probe.analyses.wind_tunnels.training.recipes import PRESETS, Recipe, recipe, shortened
+from advantage_probe.analyses.wind_tunnels.training.recipes import PRESETS, TASKS, Recipe, recipe, shortened
 from advantage_probe.analyses.wind_tunnels.training.recorded import ranges, recorded_controls
 from advantage_probe.analyses.wind_tunnels.training.runner import episode_length, learning_rate, objective, train
 from advantage_probe.analyses.wind_tunnels.truth.calibration import calibrate, held_out, model_rows, table
@@ -199,6 +199,8 @@ def test_a_shortened_recipe_squeezes_its_whole_schedule():
 def test_recorded_controls_say_where_each_fails():
     for name in shipped_names():
         table, card = recorded_controls(MODELS / name), load_card(MODELS / name)
+        if name in TASKS and table is None:
+            continue  # the controls of its task stand beside the model that bears the task's name
         assert sorted(table.index) == sorted(KINDS), name
         assert (table["steps"] == card["recipe"]["steps"]).all(), name
         assert ((table["parameters"] - card["parameters"]).abs() <= 0.02 * card["parameters"]).all(), name

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..intervals.nulls import DRAWS, Figure, figure, half_samples, permuted_columns
-from ..vectors.labelled import Rows
-from ..vectors.pca import StreamingPCA
+from .labelled import Rows
+from .pca import StreamingPCA
 
 Array = NDArray[np.float64]
 Groups = NDArray[np.int64]

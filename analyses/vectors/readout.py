@@ -18,8 +18,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ..intervals.nulls import DRAWS, FEW, Figure, exchanged, figure, half_samples
-from ..vectors.labelled import Rows
-from ..vectors.pca import Manifold, StreamingPCA
+from .labelled import Rows
+from .pca import Manifold, StreamingPCA
 from .shapes import POINTS, RIDGE, SHARES, curve, dimension, shape, shares, two_nearest
 
 Array = NDArray[np.float64]
