@@ -51,7 +51,7 @@ def manifold(
     example: Example = None,
     site: Annotated[Site, typer.Option("--site", help="Which vectors.")] = Site.value,
     by: Annotated[By | None, typer.Option("--by", help="Per head, layer (heads side by side) or model.")] = None,
-    layer: Annotated[list[int] | None, typer.Option("--layer", help="Only these layers (pretrained models).")] = None,
+    layer: Annotated[list[int] | None, typer.Option("--layer", help="Only these layers. [default: all]")] = None,
     prompts: Prompts = None,
     length: Length = 64,
     count: Count = 75,

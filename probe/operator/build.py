@@ -125,9 +125,11 @@ def _first_line(error: Exception) -> str:
 
 def _digest(tool: str) -> str:
     """A name for everything that the machine code depends on."""
-    version = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    version = subprocess.run(
+        [tool, "--version"], capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=True
+    ).stdout
     parts = [torch.__version__, str(torch.version.git_version), torch.backends.cpu.get_cpu_capability(), tool, version]
-    parts += [" ".join(_FLAGS), *((_HERE / name).read_text() for name in (*SOURCES, *HEADERS))]
+    parts += [" ".join(_FLAGS), *((_HERE / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -181,7 +183,7 @@ def _sound(path: Path) -> bool:
         return False
     _owned(path, stat.S_ISREG)
     _owned(note, stat.S_ISREG)
-    return hashlib.sha256(path.read_bytes()).hexdigest() == note.read_text().strip()
+    return hashlib.sha256(path.read_bytes()).hexdigest() == note.read_text(encoding="ascii").strip()
 
 
 def _build(tool: str, path: Path) -> None:
@@ -193,8 +195,8 @@ def _build(tool: str, path: Path) -> None:
         command += [f"-DCPU_CAPABILITY_{capability}", f"-I{root / 'include'}"]
         command += [*(str(_HERE / name) for name in SOURCES), "-o", str(made)]
         command += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=SECONDS, check=True)
         made.chmod(0o600)
-        _noted(path).write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+        _noted(path).write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="ascii")
         _noted(path).chmod(0o600)
         os.replace(made, path)

@@ -18,8 +18,15 @@ from advantage_probe.analyses.commands import console
 # options whose meaning the command itself narrows: the text may differ, the type may not
 OWN_WORDS: dict[str, dict[str, str]] = {
     "--out": {"compare": "a file for one table", "report": "the page", "tunnel train": "the run's folder"},
+    "--top": {"ablate": "heads beside random directions", "vocabulary": "tokens each way"},
+    "--window": {"ablate": "whole windows", "vocabulary": "whole windows"},
 }
-NO_JSON = {"report": "writes a page", "cite": "prints text to paste", "version": "prints one word"}
+NO_JSON = {
+    "convert": "says in one line what it rewrote",
+    "report": "writes a page",
+    "cite": "prints text to paste",
+    "version": "prints one word",
+}
 WRITES = ("analyze", "em", "dynamics", "manifold", "geometry", "in-context")
 
 
@@ -41,8 +48,8 @@ def options(found: Any) -> dict[str, Any]:
 
 def test_the_commands_are_those_that_are_promised() -> None:
     assert set(COMMANDS) == {
-        *("analyze", "verify", "compare", "report", "cite", "doctor", "version"),
-        *("em", "dynamics", "manifold", "geometry", "in-context"),
+        *("analyze", "verify", "compare", "report", "cite", "doctor", "version", "convert"),
+        *("em", "dynamics", "manifold", "geometry", "in-context", "ablate", "interventions", "vocabulary"),
         *("tunnel list", "tunnel train", "tunnel evaluate"),
     }
 
@@ -84,7 +91,7 @@ def test_what_goes_with_what() -> None:
         assert ("--json" in has) == (name not in NO_JSON), name
         if name in WRITES:
             assert {"--out", "--overwrite", "--tables", "--json"} <= set(has), name
-        if "--example" in has:
+        if "--example" in has and name != "interventions":  # it reads shipped tunnels, which stay where they are
             assert {"--device", "--dtype"} <= set(has), name
         if "--draws" in has:
             assert "--seed" in has, name

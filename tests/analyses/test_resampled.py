@@ -65,7 +65,8 @@ def test_halves_share_no_sequence_and_do_not_depend_on_the_order_of_rows() -> No
     found, again = resampled(rows), resampled(rows.sample(frac=1, random_state=1))
     assert found.picking.sequences + found.estimating.sequences == found.sequences == 25
     first = sorted(rows["sequence"].unique())[::2]
-    own = rows[rows["sequence"].isin(first)].groupby("label")["score_square"].sum() ** 0.5
+    sums = rows[rows["sequence"].isin(first)].groupby("label")[["score_square", "queries"]].sum()
+    own = (sums["score_square"] / sums["queries"]) ** 0.5
     for one in (found, again):
         values = pd.Series(one.picking.whole[COLUMN], one.labels)
         pd.testing.assert_series_equal(values, own[one.labels], check_names=False)

@@ -63,7 +63,7 @@ def test_a_mask_per_window_of_queries_with_five_axes_is_read_window_by_window(ad
             summed(model(x[:, window], mask[window, 0])).backward()
         singly.append(one.heads())
     assert float(watch.heads()["law_residual"].max()) < 1e-12
-    slope = sum(table["score_slope"] for table in singly)
+    slope = sum(table["score_slope"] * table["queries"] for table in singly) / watch.heads()["queries"]
     torch.testing.assert_close(torch.tensor(watch.heads()["score_slope"]), torch.tensor(slope), rtol=1e-10, atol=0)
     assert float(ap.verify(model, {"x": x, "mask": mask}, loss=summed)[RESIDUALS].max().max()) < 1e-12
 
