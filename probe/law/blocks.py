@@ -19,7 +19,7 @@ from torch import Tensor
 from ...hooks.call import AttentionCall
 from ...hooks.errors import BadRequest, UnsupportedKernel
 from ...hooks.visibility import HIDDEN
-from . import compiled_block, triton_block
+from . import triton_block
 from .row_sums import ROWS, table
 from .strongest import Edges, RankBy, Scored, join, of_block, strongest
 from .vectors import Vectors
@@ -60,8 +60,6 @@ def vectors(
     edges: int = 0,
     rank_by: RankBy = "score_gradient",
     tokens: bool = True,
-    gradients: bool = False,
-    compiled: bool = False,
     entries: int = BLOCK_ENTRIES,
 ) -> Vectors:
     """Both laws for every query row and every key of `call`.
@@ -70,17 +68,15 @@ def vectors(
         call: one attention call.
         edges: how many of the strongest edges of either direction to keep per batch row and head. rank_by: what is strong.
         tokens: also what only token rows show, `spread`; without it that is 0.
-        gradients: also ∂L/∂q and ∂L/∂k, for calls whose every row counts and that have no cap.
-        compiled: what lies between the products by `compiled_block.py`, on the CPU, where it knows the kind of call.
         entries: upper bound on the scores that are held at once.
 
     Raises:
         BadRequest: for a block size that is not positive. UnsupportedKernel: for dtypes without a gradient.
     """
     compute_dtype(call)  # refuses what has no gradient
-    if not edges and not gradients and entries == BLOCK_ENTRIES and triton_block.usable(call):
+    if not edges and entries == BLOCK_ENTRIES and triton_block.usable(call):
         return triton_block.vectors(call, tokens=tokens)
-    work = _Pass(call, edges, rank_by, tokens, gradients, compiled)
+    work = _Pass(call, edges, rank_by, tokens)
     batch, heads, queries, _ = call.query.shape
     b, h, r = block_sizes(batch, heads, queries, call.key.shape[2], entries)
     routed, anti_routed = [], []
@@ -121,14 +117,13 @@ class BlockSums:
     """What the mathematics of a block gives.
 
     Attributes:
-        attention, weights (b,h,r,s): α and w. score_gradient (b,h,r,s): D, where it is wanted again.
+        attention, weights (b,h,r,s): α and w.
         users (b,h,r,V+2): [u, ‖u‖, 1 if the row counts]. rows (ROWS,b,h,r). aligned (b,h,r): where alignment is known.
         edges: where they are kept.
     """
 
     attention: Tensor
     weights: Tensor
-    score_gradient: Tensor | None
     users: Tensor
     rows: Tensor
     aligned: Tensor
@@ -146,12 +141,9 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
 class _Pass:
     """The sums of one call, filled block by block."""
 
-    def __init__(
-        self, call: AttentionCall, edges: int, rank_by: RankBy, tokens: bool, gradients: bool, compiled: bool
-    ) -> None:
+    def __init__(self, call: AttentionCall, edges: int, rank_by: RankBy, tokens: bool) -> None:
         self.call, self.edges, self.rank_by, self.tokens = call, edges, rank_by, tokens
         self.dtype, device = compute_dtype(call), call.query.device
-        self.swept = compiled and not edges and device.type == "cpu" and call.sinks is None and call.weights is None
         self.batch, self.query_heads, self.queries, _ = call.query.shape
         self.keys, self.width = call.key.shape[2], call.value.shape[3]
         shape = (self.batch, self.query_heads)
@@ -168,13 +160,6 @@ class _Pass:
         )
         self.aligned = torch.zeros(*shape, self.queries, dtype=torch.bool, device=device)
         self.all_live = bool(self.usable.all())
-        self.query_gradient = self.key_gradient = None
-        if gradients:
-            if not self.all_live or call.softcap is not None:
-                raise BadRequest("Gradients come with calls whose every row counts and that have no cap.")
-            self.query_gradient = torch.zeros(call.query.shape, dtype=self.dtype, device=device)
-            across = (*shape, call.key.shape[3], self.keys)  # as the moments: the product is faster this way round
-            self.key_gradient = torch.zeros(across, dtype=self.dtype, device=device)
         # per key: m_j, Σ_i w_ij ‖u_i‖ and Σ_i w_ij
         self.moments = torch.zeros(*shape, self.width + 2, self.keys, dtype=self.dtype, device=device)
         # only where they do not follow from the moments
@@ -205,10 +190,6 @@ class _Pass:
         owner = torch.arange(heads.start, heads.stop, device=tensor.device) // self.call.group
         return tensor[batch][:, owner].to(self.dtype)
 
-    def of_owners(self, tensor: Tensor) -> Tensor:
-        """What query heads (B,H,S,·) give to the key/value heads that they read, added up: (B,K,S,·)."""
-        return tensor if self.call.group == 1 else tensor.unflatten(1, (-1, self.call.group)).sum(2)
-
     def counted(self, tensor: Tensor, live: Tensor) -> Tensor:
         """(…, r, ·) in the dtype of the pass, 0 in rows that do not count."""
         tensor = tensor.to(self.dtype)
@@ -225,26 +206,16 @@ class _Pass:
         upstream, output = self.counted(call.upstream[place], live), self.counted(call.output[place], live)
         # every row sees the keys before `edge`; only the rest has to be masked
         edge = call.visibility.shared(span.start, low, high)
-        visible = bias = None
-        if not (self.swept and call.visibility.mask is None and call.visibility.bias is None):
-            visible, bias = call.visibility.block(
-                batch, heads, span.start, span.stop, low + edge, high, call.query.device
-            )
+        visible, bias = call.visibility.block(batch, heads, span.start, span.stop, low + edge, high, call.query.device)
 
         score = torch.matmul(query, keys.transpose(-1, -2))
         if call.softcap is not None:
             score.mul_(call.scale / call.softcap).tanh_().mul_(call.softcap)
         if bias is not None:
             score[..., edge:] += bias.to(self.dtype)
-        block = Block(place, score, visible, edge, upstream, output, values, low)
-        found = self.swept_block(block) if self.swept else self.passed_block(block)
+        found = self.between(Block(place, score, visible, edge, upstream, output, values, low))
         self.rows[:, *place], self.aligned[place] = found.rows, found.aligned
 
-        if self.query_gradient is not None and self.key_gradient is not None:
-            assert found.score_gradient is not None
-            self.query_gradient[place] = torch.matmul(found.score_gradient, keys).mul_(call.scale)
-            # the scale is in `query`
-            accumulate(self.key_gradient[batch, heads, :, low:high], query.mT, found.score_gradient)
         # per key: [u, ‖u‖, 1]ᵀ w
         accumulate(self.moments[batch, heads, :, low:high], found.users.mT, found.weights)
         if self.usage is not None:
@@ -263,32 +234,7 @@ class _Pass:
         seen = self.seen[batch, heads if self.seen.shape[1] > 1 else slice(None), span]
         return seen.clamp(min=1).to(self.dtype)
 
-    def swept_block(self, block: Block) -> BlockSums:
-        """What lies between the products, compiled: for calls without sinks, dropped weights and edges."""
-        place, score, visible = block.place, block.score, block.visible
-        if visible is None:  # order and window decide, if anything does
-            structure, (rows, keys) = self.call.visibility.structure, score.shape[2:]
-            start = place[2].start + structure.offset - block.low
-            shown = compiled_block.window(structure, start, rows, keys, self.queries, self.keys, self.dtype)
-        else:
-            alike = visible.shape[0] == visible.shape[1] == 1
-            shown = (visible[0, 0] if alike else visible.expand(score.shape).flatten(0, 1)).to(self.dtype)
-            shown = shown.expand(*shown.shape[:-2], *score.shape[2:])
-        gradient = self.query_gradient is not None
-        found = compiled_block.compiled(self.dtype, shown.dim() == 2, gradient)(
-            score.flatten(0, 1),
-            torch.matmul(block.upstream, block.values.mT).flatten(0, 1),
-            shown.contiguous(),
-            block.upstream.flatten(0, 1).contiguous(),
-            block.output.flatten(0, 1).contiguous(),
-            self.usable[place].flatten(0, 1).contiguous(),
-            self.n(place).expand(score.shape[:3]).flatten(0, 1).contiguous(),
-        )
-        parts = [part.unflatten(0, score.shape[:2]) for part in found[:-2]]
-        table_, aligned = found[-2].unflatten(1, score.shape[:2]), found[-1].unflatten(0, score.shape[:2])
-        return BlockSums(parts[0], parts[0], parts[1] if gradient else None, parts[-1], table_, aligned)
-
-    def passed_block(self, block: Block) -> BlockSums:
+    def between(self, block: Block) -> BlockSums:
         """What lies between the products, pass by pass, for every call.
 
         Every pass over the (b,h,r,s) entries counts: `score` and `buffer` are reused, and a sum that follows from others
@@ -356,11 +302,10 @@ class _Pass:
         if call.weights is not None:
             torch.mul(attention, less, out=buffer)
         less_mean = buffer.sum(-1)  # Σ_j α (b − E): 0, up to sinks and rounding
-        spare = buffer if self.query_gradient is None else torch.empty_like(buffer)  # D is needed again
-        advantage_square = torch.mul(buffer, less, out=spare).sum(-1)
+        advantage_square = torch.mul(buffer, less, out=buffer).sum(-1)
 
         # alignment of α_i and A_i over V_i, and the slope towards even attention
-        varied = torch.sub(attention, (mass / n)[..., None], out=spare)
+        varied = torch.sub(attention, (mass / n)[..., None], out=buffer)
         if shown is not None:
             varied[..., edge:].mul_(shown)
         norm = torch.linalg.vector_norm(upstream, dim=-1)
@@ -384,7 +329,7 @@ class _Pass:
         )
         users = torch.cat([upstream, norm[..., None], live[..., None].to(self.dtype)], -1)
         rows = rows if self.all_live else torch.where(live, rows, 0.0)
-        return BlockSums(attention, weights, score_gradient, users, rows, aligned, edges)
+        return BlockSums(attention, weights, users, rows, aligned, edges)
 
     def finish(self, edges: tuple[Edges, Edges] | None) -> Vectors:
         call, device = self.call, self.call.query.device
@@ -407,7 +352,5 @@ class _Pass:
             value_gradient=self.moments[..., : self.width, :].transpose(-1, -2).contiguous(),
             uniform=self.uniform,
             edges=edges,
-            query_gradient=self.query_gradient,
-            key_gradient=None if self.key_gradient is None else self.of_owners(self.key_gradient.mT),
             **dict(zip(ROWS, self.rows)),
         )

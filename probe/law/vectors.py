@@ -41,7 +41,6 @@ class Vectors:
         uniform (B,1 or H,S): usage if every row spread evenly over its visible keys.
     reach (B,H,Q): Σ_j α_ij |position_i − position_j|, None in the block pass where `distance` follows from usage, because
         every key lies before its query.
-    query_gradient (B,H,Q,D), key_gradient (B,K,S,D): ∂L/∂q and ∂L/∂k, where asked for.
     edges: the strongest score gradients, where asked for: (towards attention, away from attention).
     """
 
@@ -68,8 +67,6 @@ class Vectors:
     uniform: Tensor
     reach: Tensor | None = None
     edges: tuple[Edges, Edges] | None = None
-    query_gradient: Tensor | None = None
-    key_gradient: Tensor | None = None
     totals: Totals | None = None
 
 

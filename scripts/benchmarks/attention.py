@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What the pass costs beside attention itself: scripts/benchmarks/attention.py [--lengths 1024 4096] [--rounds 9].
 
-Forward and backward of one causal scaled_dot_product_attention call with 12 heads of width 64, alone, watched, and watched
-with `fused=True`, `compiled=True` and both; processor time of one thread, interleaved, medians.
+Forward and backward of one causal scaled_dot_product_attention call with 12 heads of width 64, alone and watched
+with `detail="heads"`, `"tokens"` and `"edges"`; processor time of one thread, interleaved, medians.
 """
 
 import argparse
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 import advantage_probe as ap
 
-ARMS: dict[str, dict[str, bool]] = {
-    "watched": {},
-    "fused": {"fused": True},
-    "compiled": {"compiled": True},
-    "fused, compiled": {"fused": True, "compiled": True},
+ARMS: dict[str, dict[str, str]] = {
+    "heads": {},
+    "tokens": {"detail": "tokens"},
+    "edges": {"detail": "edges"},
 }
 
 

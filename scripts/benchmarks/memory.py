@@ -30,7 +30,7 @@ def peaks(length: int, detail: str, threads: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--detail", choices=["heads", "tokens", "edges", "fused", "compiled", "both"], default="heads")
+    parser.add_argument("--detail", choices=["heads", "tokens", "edges"], default="heads")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     if len(options.lengths) < 2 or min(options.lengths) < 1:

@@ -7,7 +7,7 @@ spread and ratios as one object.
 
     python scripts/benchmarks/overhead.py --length 1024 --layers 12 --vocabulary 50257
     python scripts/benchmarks/overhead.py --length 4096 --layers 2 --vocabulary 800 --contenders unwatched heads retained
-    python scripts/benchmarks/overhead.py --model FOLDER --length 2048 --vocabulary 262144 --contenders unwatched heads both
+    python scripts/benchmarks/overhead.py --model FOLDER --length 2048 --vocabulary 262144 --contenders unwatched heads
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ WATCHED: dict[str, dict[str, Any]] = {
     "heads": {},
     "tokens": {"detail": "tokens"},
     "edges": {"detail": "edges"},
-    "fused": {"fused": True},
-    "compiled": {"compiled": True},
-    "both": {"fused": True, "compiled": True},
     "every10": {"every": 10},
 }
 CONTENDERS = {
@@ -37,9 +34,6 @@ CONTENDERS = {
     "heads": 'watch, detail="heads"',
     "tokens": 'watch, detail="tokens"',
     "edges": 'watch, detail="edges"',
-    "fused": 'watch, detail="heads", fused=True',
-    "compiled": 'watch, detail="heads", compiled=True',
-    "both": 'watch, detail="heads", fused=True, compiled=True',
     "every10": "watch, every=10 (mean over steps)",
     "retained": "eager attention, weights kept with their gradient",
     "bridge": "TransformerLens bridge, hooks on pattern, v and z",

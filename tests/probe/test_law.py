@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from calls import compiler, operator
+from calls import operator
 from truth import NAME, recorded, reference_registered, relative
 
 from advantage_probe.hooks.call import AttentionCall, CallSite
@@ -63,9 +63,7 @@ def test_both_laws_are_what_autograd_computes(family: str) -> None:
         assert relative(call.upstream, true.output.grad) == 0.0
 
 
-@pytest.mark.parametrize(
-    "way", ["passes", pytest.param("compiled", marks=compiler), pytest.param("operator", marks=operator)]
-)
+@pytest.mark.parametrize("way", ["passes", pytest.param("operator", marks=operator)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_way_equals_the_law_in_every_number(family: str, way: str) -> None:
     for call, _ in run(family, None):
@@ -74,7 +72,7 @@ def test_every_way_equals_the_law_in_every_number(family: str, way: str) -> None
             if way == "operator":
                 found = one_pass.vectors(call)
             else:
-                found = blockwise.vectors(call, compiled=way == "compiled", entries=entries)
+                found = blockwise.vectors(call, entries=entries)
             assert torch.equal(found.counted, expected.counted)
             assert torch.equal(found.aligned, expected.aligned)
             assert torch.equal(found.blind, expected.blind)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from calls import compiler
+from calls import operator
 
 import advantage_probe as ap
 from advantage_probe.hooks.errors import UnsupportedKernel
@@ -172,7 +172,7 @@ print(torch.backends.cpu.get_cpu_capability(), *set(watch.modules()["way"]))
 """
 
 
-@compiler
+@operator
 @pytest.mark.parametrize(("capability", "way"), [("avx2", "one pass"), ("default", "blocks in Python")])
 def test_a_narrower_torch_gets_its_own_build_or_none(capability: str, way: str) -> None:
     if build.refusal() is not None:
