@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from advantage_probe.analyses.heads.head import one_head
 from advantage_probe.analyses.heads.masked import true_changes
 from advantage_probe.analyses.inputs.objective import NEXT_TOKEN
-from advantage_probe.hooks.attach import calls
+from advantage_probe.hooks.attach import calls, edited
 from advantage_probe.hooks.call import AttentionCall
 from advantage_probe.probe.law.definition import law
 
@@ -37,6 +37,7 @@ STRATA = (0.0, 0.02, 0.1, 0.3, 0.6, 0.95, 0.995, 1.0)
 SIGNED = ("knockout", "minus_d", "zero", "corpus_mean", "row_mean", "integrated")
 SIZES = ("attention", "attention_value", "attention_distance")
 BOOTSTRAPS = 400
+POINTS = (5, 20)  # along an edge's own removal
 
 
 class Sampler:
@@ -141,15 +142,51 @@ def _integrated(model: nn.Module, ids: Tensor, backward: Callable[[Tensor], None
     return np.array(found)
 
 
-def of_tunnel(name: str, count: int, seed: int = 0) -> pd.DataFrame:
+def _along(model: nn.Module, ids: Tensor, targets: Tensor, edges: pd.DataFrame, points: int) -> list[float]:
+    """Mean of dL/dt over the middles of `points` parts of each edge's own removal, o + t Δo with t from 0 to 1."""
+    found = []
+    for edge in edges.itertuples():
+        slopes_ = []
+        for point in range(points):
+            share = torch.tensor((point + 0.5) / points, requires_grad=True)
+
+            def moved(call: AttentionCall, edge: Any = edge, share: Tensor = share) -> Tensor:
+                if (call.site.module, call.use) != (edge.module, edge.use):
+                    return call.output
+                output = call.output.clone()
+                own = call.output[0, edge.head, edge.query_position]
+                apart = own - call.value[0, edge.head // call.group, edge.key_position]
+                output[0, edge.head, edge.query_position] = own + share * edge.attention / (1 - edge.attention) * apart
+                return output
+
+            place = slice(edge.sequence, edge.sequence + 1)
+            with edited(model, output=moved):
+                loss = NEXT_TOKEN.summed(model(input_ids=ids[place], use_cache=False).logits, targets[place])
+            slopes_.append(float(torch.autograd.grad(loss, share)[0]))
+        found.append(float(np.mean(slopes_)))
+    return found
+
+
+def _batch(name: str, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     from advantage_probe.analyses.wind_tunnels.truth.against_truth import batches
     from advantage_probe.analyses.wind_tunnels.truth.shipped import load
 
     task, model, _ = load(name)
-    model = model.eval()
     batch = next(batches(task.sample(32, torch.Generator().manual_seed(seed + 7)), 32))
+    return model.eval(), batch.ids, batch.targets
+
+
+def along(name: str, edges: pd.DataFrame, count: int, seed: int = 0) -> pd.DataFrame:
+    """Some of a tunnel's edges, with gradients averaged along their own removal."""
+    chosen = edges.sample(min(count, len(edges)), random_state=seed)
+    place = _batch(name, seed)
+    return chosen.assign(**{f"along, {points} points": _along(*place, chosen, points) for points in POINTS})
+
+
+def of_tunnel(name: str, count: int, seed: int = 0) -> pd.DataFrame:
+    model, ids, targets = _batch(name, seed)
     heads = model.config.num_hidden_layers * model.config.num_attention_heads
-    return examined(model, batch.ids, batch.targets, -(-count // heads), seed, integrate=True).assign(source=name)
+    return examined(model, ids, targets, -(-count // heads), seed, integrate=True).assign(source=name)
 
 
 def of_gemma(texts: int, seed: int = 0) -> pd.DataFrame:
@@ -212,6 +249,22 @@ def slopes(edges: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def by_path(edges: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """The prediction at the start of the removal beside the mean along it, on the same edges."""
+    found = {}
+    for name in ("knockout", *(name for name in edges if str(name).startswith("along"))):
+        error = (edges[name] - edges["true"]).abs()
+        found[name] = {
+            "edges": len(edges),
+            "spearman": ranks(edges[name], edges["true"]),
+            "pearson": float(np.corrcoef(edges[name], edges["true"])[0, 1]),
+            "slope": float((edges[name] * edges["true"]).sum() / (edges[name] ** 2).sum()),
+            "error": float(error.mean()),
+            "largest error": float(error.max()),
+        }
+    return found
+
+
 def gain(edges: pd.DataFrame, unit: str, rival: str, seed: int = 0) -> tuple[float, float, float]:
     """Spearman of the knock-out less that of a rival, with its 95 % interval: units (texts, sequences) resampled."""
     generator = np.random.default_rng(seed)
@@ -234,12 +287,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--edges", type=int, default=1000)
     parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument(
+        "--along", type=int, default=34, help="edges of each tunnel that are followed along their removal"
+    )
     parser.add_argument("--only", nargs="*", default=[*TUNNELS, "gemma"])
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
-    tunnels = []
+    tunnels, followed = [], []
     for name in given.only:
         path = given.out / f"{name}.parquet"
         if not path.exists():
@@ -260,9 +316,12 @@ def main() -> None:
         print("by layer:", {int(layer): round(value, 3) for layer, value in by_layer.items()}, flush=True)
         if name != "gemma":
             tunnels.append(pd.Series(scores(edges)))
+            followed.append(along(name, edges, given.along))
     if tunnels:
         print("\nmean of the tunnels:\n", pd.DataFrame(tunnels).mean().to_string())
         found["mean of the tunnels"] = pd.DataFrame(tunnels).mean().to_dict()
+        found["along"] = by_path(pd.concat(followed))
+        print("\nalong the removal:\n", pd.DataFrame(found["along"]).T.to_string())
     (given.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
