@@ -110,9 +110,9 @@ SMALLER = {
     "manifold --example bijection-repeats": "--sequences 16 --no-exchanged",
     "manifold --example bijection-repeats --group": "--sequences 64 --layer 1",
     "manifold --example bijection-repeats-4 --group": "--sequences 64 --layer 1",
-    "manifold ./my-model --group": "--length 8 --count 40 --prompts passages.txt",
+    "manifold ./my-model --group": "--length 8 --prompts many.txt",
     "geometry --example": "--sequences 24",
-    "ablate": "--sequences 12 --top 1 --directions 3",
+    "ablate": "--sequences 12 --top 1 --directions 10",
     "geometry": "--length 8 --count 10 --prompts passages.txt",
     "in-context": "--per 10",
     "analyze": "--window 16",
@@ -138,6 +138,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     passages = [" ".join(words[start * step % len(words)] for step in range(12)) + " ." for start in range(1, 16)]
     for name in ("book.txt", "page.txt", "passages.txt"):
         (tmp_path / name).write_text("\n\n".join(passages), encoding="utf-8")
+    many = [
+        " ".join(words[(start * step + start // 22) % len(words)] for step in range(12)) + " ."
+        for start in range(1, 80)
+    ]
+    (tmp_path / "many.txt").write_text("\n\n".join(many), encoding="utf-8")
     tiny = recipes.Recipe(Shape("llama", 1, 2, 16), steps=40, batch=4, warm_up=5)
     monkeypatch.setitem(recipes.PRESETS, "tiny", replace(tiny, steps=10))
     monkeypatch.setattr(examined, "SMALL", course.Course("bijection-repeats", tiny, {"symbols": 4, "pairs": 5}))

@@ -13,6 +13,7 @@ from scipy import stats
 from advantage_probe.analyses.dynamics import course
 from advantage_probe.analyses.dynamics.freezing import ARMS, Held, costs, forks, over_seeds, plain, repeats
 from advantage_probe.analyses.wind_tunnels.training.models import Shape
+from advantage_probe.analyses.wind_tunnels.training.runner import training_episodes
 from advantage_probe.hooks.errors import BadRequest
 
 
@@ -23,7 +24,7 @@ def tiny(steps: int = 40) -> course.Course:
 
 def test_every_episode_has_its_whole_length() -> None:
     wanted = tiny()
-    assert {wanted.episodes(step).tokens.shape[1] for step in (0, 3, 39)} == {7}
+    assert {training_episodes(wanted.task, wanted.recipe, step).tokens.shape[1] for step in (0, 3, 39)} == {7}
 
 
 def test_a_fork_in_the_warm_up_or_in_the_growth_is_refused() -> None:

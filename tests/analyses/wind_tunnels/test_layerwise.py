@@ -9,6 +9,7 @@ import torch
 from advantage_probe.analyses.manifolds import layerwise
 from advantage_probe.analyses.wind_tunnels.truth.calibration import calibrate, held_out
 from advantage_probe.analyses.wind_tunnels.truth.shipped import load, untrained_like
+from advantage_probe.hooks.attach import calls
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +52,11 @@ def test_alignment_is_that_of_a_loop_over_rows(repeats: tuple) -> None:
     task, model, _ = repeats
     episodes = task.sample(12, torch.Generator().manual_seed(5))
     table = layerwise.alignment(model, episodes, 10)
-    reader = layerwise._Cosines()
-    from advantage_probe.hooks.attach import attach
-
-    attachment = attach(model, reader)
-    with torch.no_grad():
+    seen = []
+    with torch.no_grad(), calls(model, seen.append, forward=True):
         model(input_ids=episodes.tokens)
-    attachment.close()
-    cosines = torch.cat(reader.found[1])[:, 2]
+    query, key = (torch.nn.functional.normalize(part[:, 2].double(), dim=-1) for part in (seen[1].query, seen[1].key))
+    cosines = query @ key.mT
     differences = []
     for row, tokens in enumerate(episodes.tokens.tolist()):
         at, others = [], []

@@ -29,8 +29,8 @@ def test_list_names_every_tunnel_and_marks_the_shipped_ones():
     assert result.returncode == 0
     lines = {line.split()[0]: line for line in result.stdout.splitlines()}
     assert {"bijection-repeats", "hmm", "mess3", "rrxor", "selection", "coin", "noisy-chain"} <= lines.keys()
-    assert "shipped" in lines["bijection-repeats"]
-    assert "shipped" not in lines["coin"]
+    assert lines["bijection-repeats"].endswith("trained: bijection-repeats, bijection-repeats-4")
+    assert "trained" not in lines["coin"]
 
 
 @pytest.mark.parametrize(
