@@ -15,10 +15,10 @@ from torch import nn
 import advantage_probe as ap
 
 BUILDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "llama": (lambda: zoo.llama(num_hidden_layers=1), zoo.batch("llama")),
-    "gemma2": (lambda: zoo.gemma2(attn_implementation="eager", num_hidden_layers=1), zoo.batch("gemma2")),
-    "plain": (lambda: plain.gpt("name", layers=1), {"idx": plain.ids()}),
-    "by hand": (plain.hand, {"idx": plain.ids()}),
+    "llama": (lambda: zoo.llama(num_hidden_layers=1).double(), zoo.batch("llama")),
+    "gemma2": (lambda: zoo.gemma2(attn_implementation="eager", num_hidden_layers=1).double(), zoo.batch("gemma2")),
+    "plain": (lambda: plain.gpt("name", layers=1).double(), {"idx": plain.ids()}),
+    "by hand": (lambda: plain.hand().double(), {"idx": plain.ids()}),
 }
 
 
@@ -46,8 +46,7 @@ def same(table: Any, expected: Any) -> None:
     assert table["module"].tolist() == expected["module"].tolist()
     assert (table["status"] == "ok").all()
     for name in ("queries", "attention_entropy", "routing_pressure", "content_pressure", "alignment"):
-        # float32, added up in another order: an alignment near 0 is known to about 1e-7
-        assert table[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-4, abs=1e-6), name
+        assert table[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-9), name
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -77,7 +76,7 @@ def test_a_compiled_model_stays_whole_bit_equal_and_seen(name: str) -> None:
 
 
 def test_padding_and_tokens_are_known_in_compiled_models_too() -> None:
-    model = zoo.llama(num_hidden_layers=1)
+    model = zoo.llama(num_hidden_layers=1).double()
     batch = zoo.batch("llama")
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][1, -3:] = 0
@@ -91,7 +90,7 @@ def test_padding_and_tokens_are_known_in_compiled_models_too() -> None:
 
 
 def test_an_entirely_frozen_compiled_model_is_reached() -> None:
-    model = zoo.llama(num_hidden_layers=1).requires_grad_(False)
+    model = zoo.llama(num_hidden_layers=1).double().requires_grad_(False)
     with ap.watch(model) as watch:
         model(**zoo.batch("llama")).loss.backward()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -131,7 +130,7 @@ def test_a_second_backward_through_a_compiled_graph_is_kept_apart() -> None:
 
 
 def test_the_compiled_object_itself_can_be_watched() -> None:
-    model = plain.gpt(layers=1)
+    model = plain.gpt(layers=1).double()
     with ap.watch(model) as watch:
         step(model, model, {"idx": plain.ids()})
     compiled = torch.compile(model, backend="aot_eager")
@@ -141,7 +140,7 @@ def test_the_compiled_object_itself_can_be_watched() -> None:
 
 
 def test_a_checkpoint_inside_a_compiled_graph_is_counted_once() -> None:
-    model, saving = plain.gpt(layers=2), plain.gpt(layers=2, checkpoint=False)
+    model, saving = plain.gpt(layers=2).double(), plain.gpt(layers=2, checkpoint=False).double()
     with ap.watch(model) as watch:
         step(model, model, {"idx": plain.ids()})
     compiled = torch.compile(saving, backend="aot_eager")
