@@ -191,9 +191,34 @@ class Visibility:
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of the queries (Q,) and keys (S,) on one axis; cached keys come before the first query."""
-        offset = self.structure.offset if self.structure.causal else self.keys - self.added - self.queries
-        offset = offset if self.paired else 0  # queries and keys of different sequences each count from 0
-        return torch.arange(self.queries, device=device) + offset, torch.arange(self.keys, device=device)
+        own = torch.arange(self.queries, device=device) + self.first_position
+        return own, torch.arange(self.keys, device=device)
+
+    @property
+    def first_position(self) -> int:
+        """Position of query 0: by the order, else by the mask, else as if the queries were the last tokens."""
+        if not self.paired:
+            return 0  # queries and keys of different sequences each count from 0
+        if self.structure.causal:
+            return self.structure.offset
+        last = self.keys - self.added - self.queries
+        if last <= 0 or self.mask is None or self.mask.shape[-2] != self.queries or self.mask.shape[-1] != self.keys:
+            return last
+        return remembered(("first position", self._shape), (self.mask,), lambda: self._by_mask(last))
+
+    def _by_mask(self, last: int) -> int:
+        """Position of query 0 in a buffer with room behind it, as static caches have: the last key that a query sees is its
+        own where the next query's last one lies one further; `last` where no two queries show it.
+        """
+        assert self.mask is not None
+        tokens = self.keys - self.added
+        shown = (self.mask if self.mask.dtype == torch.bool else shows(self.mask))[..., :tokens]
+        shown = shown.reshape(-1, self.queries, tokens).any(0)
+        rows = shown.any(-1).nonzero()[:2, 0].tolist()
+        if len(rows) < min(2, self.queries):
+            return last
+        furthest = [int(shown[row].nonzero()[-1]) - row for row in rows]
+        return furthest[0] if len(set(furthest)) == 1 else last
 
     def first_key(self, key_rows: Tensor | None, batch: int, device: torch.device) -> Tensor:
         """(B,) position of the first key of each sequence that is not padding: by the padding mask where there is one,

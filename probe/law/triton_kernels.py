@@ -219,7 +219,7 @@ def sums(call: AttentionCall, live: Tensor, counts: Tensor) -> tuple[dict[str, T
     structure = call.visibility.structure
     causal, windowed = structure.causal, structure.window is not None
     offset, window = structure.offset if causal or windowed else 0, structure.window or 0
-    position = int(call.visibility.positions(query.device)[0][0])
+    position = call.visibility.first_position
     of_rows = torch.empty(len(ROWS), batch, heads, queries, dtype=torch.float32, device=query.device)
     of_keys = torch.empty(2, batch, heads, keys, dtype=torch.float32, device=query.device)
     moments = torch.empty(batch, heads, keys, value_width, dtype=torch.float32, device=query.device)

@@ -192,8 +192,7 @@ class _Results:
         self.numbers = torch.zeros(5, 2, batch, heads, k, dtype=dtype) if k else None
         self.capacity = k
         visible = call.visibility
-        offset = visible.structure.offset if visible.structure.causal else keys - visible.added - queries
-        self.first_position = offset if visible.paired else 0  # as visibility.positions
+        self.first_position = visible.first_position
 
     def record(self, **known: object) -> Record:
         """The record of the call, with these buffers and what else is `known` of it."""

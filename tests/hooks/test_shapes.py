@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
+from transformers import DynamicCache, StaticCache
 
 import advantage_probe as ap
 
@@ -116,3 +117,21 @@ def test_the_first_key_is_the_first_real_one_when_only_the_kernels_mask_knows_th
         logits[:, 3:].sin().sum().backward()
     share = torch.tensor(masked.heads()["first_key_share"])
     torch.testing.assert_close(share, torch.tensor(alone.heads()["first_key_share"]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_buffer_with_room_behind_the_queries_puts_them_where_they_are(attention: str) -> None:
+    """A static cache of 16 places, continued from the sixth: the mask says which key is each query's own."""
+    model = zoo.llama(attn_implementation=attention).double()
+    ids = zoo.batch("llama", length=10)["input_ids"]
+    tables = []
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
+        with torch.no_grad():
+            model(input_ids=ids[:, :6], past_key_values=cache)
+        with ap.watch(model) as watch:
+            places = torch.arange(6, 10)
+            model(input_ids=ids[:, 6:], past_key_values=cache, cache_position=places).logits.square().sum().backward()
+        tables.append(watch.heads())
+    tolerance = 1e-9 if attention == "sdpa" else 1e-6  # transformers' eager softmax is float32 in any model
+    for name in ("queries", "mean_distance", "attention_entropy", "routing_pressure", "first_key_share"):
+        assert tables[1][name].tolist() == pytest.approx(tables[0][name].tolist(), rel=tolerance), name
