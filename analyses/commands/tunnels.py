@@ -93,9 +93,10 @@ def train(
     from ..wind_tunnels.training.checkpoints import make_way
     from ..wind_tunnels.training.recipes import recipe
     from ..wind_tunnels.training.runner import train as run
-    from ..wind_tunnels.training.runner import train_watched
+    from ..wind_tunnels.training.runner import train_watched, usable
 
     task, chosen = tunnel(name), recipe(name, preset)
+    usable(device)  # before anything is put out of the way
     targets = ""
     if distilled is not None:
         chosen = replace(chosen, distilled=distilled)

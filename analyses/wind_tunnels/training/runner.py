@@ -100,6 +100,18 @@ def training_episodes(tunnel: Tunnel, recipe: Recipe, step: int) -> Episodes:
     return tunnel.sample(batch, Generator().manual_seed((recipe.seed << 24) + step), length)
 
 
+def usable(device: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        TunnelError: where it is none, or cannot be used here.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as refusal:
+        raise TunnelError(f"no device {device!r} can be used here: {str(refusal).splitlines()[0]}") from refusal
+
+
 def train(
     tunnel: Tunnel,
     recipe: Recipe,
@@ -125,10 +137,7 @@ def train(
     """
     interval = interval or max(1, recipe.steps // 50)
     model = build(recipe.shape, tunnel, recipe.seed) if model is None else model
-    try:
-        model = model.to(device)
-    except (RuntimeError, AssertionError) as refusal:
-        raise TunnelError(f"no device {device!r} can be used here: {str(refusal).splitlines()[0]}") from refusal
+    model = model.to(usable(device))
     identity = {"name": name, "recipe": asdict(recipe), "interval": interval}
     saved = load_run(folder) if resume and folder is not None else None
     if saved is not None and saved["identity"] != identity:

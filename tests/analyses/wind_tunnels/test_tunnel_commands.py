@@ -42,9 +42,11 @@ def test_list_names_every_tunnel_and_marks_the_shipped_ones():
         (("evaluate", "nowhere"), "neither a shipped model"),
     ],
 )
-def test_bad_input_is_one_sentence_and_returncode_two(words, says):
+def test_bad_input_is_one_sentence_and_returncode_two(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     result = run(*words)
     refused(result, says)
+    assert not list(tmp_path.iterdir())  # not even an empty folder
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
 
